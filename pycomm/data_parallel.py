@@ -374,7 +374,8 @@ class DataParallel(Wrapping):
             exchange.promise.open = active
             return exchange.weighing.active_ranks() > 0
         # While a backward is to come, it may need the buffers as its forward has seen them.
-        if self._broadcast_buffers and not exchange.promise.open and self._agree_anew():
+        waits = exchange.promise.awaits_backward
+        if self._broadcast_buffers and not waits and self._agree_anew():
             self.sync_buffers()
         exchange.promise_backward(inside_backward)
         return True

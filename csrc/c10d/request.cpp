@@ -123,7 +123,8 @@ void Request::reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op, std::
 void Request::broadcast(const at::Tensor& tensor, std::int64_t root) {
   check(tensor);
   check_rank(root, ranks_, "src");
-  const at::Tensor dense = to_update(tensor);
+  at::assert_no_internal_overlap(tensor);  // on the root, too, as other ranks would refuse it
+  const at::Tensor dense = rank_ == root ? to_read(tensor) : to_update(tensor);
   add(Collective::broadcast, dense, dense, tensor.numel(), {}, root);
   inputs.push_back(tensor);
   outputs.push_back(tensor);

@@ -77,7 +77,7 @@ def begin_alike(
             if differ(flat, group, counts=not is_new):
                 raise RuntimeError(STEPPED_BY_SOME)
     if any(news):
-        broadcast_all(tensors, source_among(news), group, receives=is_new)
+        broadcast_all(tensors, source_among(news), group, receives=is_new, keeps_equal=True)
 
 
 def _describe(
@@ -92,6 +92,8 @@ def _describe(
     lines = [f"{name}={value!r}" for name, value in options.items()]
     for name, (_, tensor) in zip(bare_names([name for name, _ in named]), named, strict=True):
         lines.append(describe_tensor(name, tensor))
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in chosen:
+            lines[-1] += ", frozen"
         if id(tensor) in chosen:
             compressed = isinstance(state, CommState) and not state.sends_dense(tensor)
             lines[-1] += ", compressed" if compressed else ", uncompressed"

@@ -151,11 +151,21 @@ def partition(
 
 
 def broadcast_all(
-    tensors: Iterable[torch.Tensor], source: int, group: Group, receives: bool = True
+    tensors: Iterable[torch.Tensor],
+    source: int,
+    group: Group,
+    receives: bool = True,
+    keeps_equal: bool = False,
 ) -> None:
     """Sends one rank's tensors to all ranks that receive them, many small tensors at a time.
 
-    Those that have the same bits already are not written, so that nobody takes it for a change.
+    Args:
+        tensors: the tensors.
+        source: the rank that sends its own.
+        group: the ranks.
+        receives: False on ranks that keep theirs.
+        keeps_equal: True does not write tensors that have the same bits already, so that nobody
+            takes it for a change; on CUDA, this waits.
     """
     for members in partition((tensor.detach() for tensor in tensors), _MIB):
         flat = torch.cat([member.reshape(-1) for member in members])
@@ -163,10 +173,14 @@ def broadcast_all(
         begin = 0
         for member in members if receives and group.rank != source else ():
             end = begin + member.numel()
-            new, old = flat[begin:end], member.reshape(-1)
-            if not torch.equal(new.view(torch.uint8), old.view(torch.uint8)):
+            new = flat[begin:end]
+            if not (keeps_equal and _same_bits(new, member)):
                 member.copy_(new.view(member.shape))
             begin = end
+
+
+def _same_bits(flat: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return torch.equal(flat.view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
 
 
 def window_layout(parameters: Sequence[torch.Tensor], group: Group) -> Layout:

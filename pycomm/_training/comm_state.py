@@ -338,7 +338,7 @@ class CommState(SavedState):
     def _launch(self, exchange: BucketExchange, buffer: torch.Tensor, group: Group) -> Flight:
         step = self.step - 1
         device = buffer.device
-        future = BucketFuture(devices=[device] if buffer.is_cuda else None)
+        future = BucketFuture([device] if buffer.is_cuda else None)
         if buffer.is_cpu or exchange.stand_in is not None:
             return Flight(exchange, exchange.submit(step, group), future, buffer)
         spans = group._spans(device)

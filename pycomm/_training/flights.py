@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +20,15 @@ class BucketFuture(Future[Any]):
     """The future of a bucket, or of a function that runs after its exchange.
 
     The end of backward completes it. Whoever waits for it before, as in another hook, completes it.
+    ``torch.futures.wait_all`` waits in C++, where nothing completes it.
     """
 
     _flight: weakref.ref[Flight] | None = None
+
+    def __init__(self, devices: list[int | str | torch.device] | None = None) -> None:
+        super().__init__(devices=devices)
+        self._devices = devices
+        self.has_follower = False  # True if errors are another future's
 
     def follow(self, flight: Flight) -> None:
         """Makes waits for this future wait for the exchange."""
@@ -48,7 +54,8 @@ class BucketFuture(Future[Any]):
 
     def then(self, callback: Callable[[Future[Any]], Any]) -> BucketFuture:
         """See :meth:`torch.futures.Future.then`."""
-        following, flight = BucketFuture(), self._flight and self._flight()
+        following, flight = BucketFuture(self._devices), self._flight and self._flight()
+        self.has_follower = True
         if flight:
             following.follow(flight)
 
@@ -58,7 +65,7 @@ class BucketFuture(Future[Any]):
             except Exception as error:
                 following.set_exception(error)
                 if flight:
-                    flight.failure = error
+                    flight.failures.append((following, error))
 
         self.add_done_callback(run)
         return following
@@ -73,7 +80,8 @@ class Flight:
     future: BucketFuture
     buffer: torch.Tensor
     given_back: bool = False
-    failure: Exception | None = None  # of a function that was to run after the exchange
+    # Errors of functions that were to run after the exchange, by their futures.
+    failures: list[tuple[BucketFuture, Exception]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.future.follow(self)
@@ -91,8 +99,9 @@ class Flight:
             Future.wait(self.future)  # on CUDA only the current stream waits
         else:
             self.future.set_result(self.buffer)
-        if self.failure is not None:
-            raise self.failure
+        for future, error in self.failures:
+            if not future.has_follower:
+                raise error
 
     def wire_bytes(self) -> int:
         """Bytes that this rank has moved; on CUDA, an upper bound."""

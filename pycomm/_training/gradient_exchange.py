@@ -101,7 +101,10 @@ class GradientExchange:
         self._had_backward = False  # a complete one, after which repeated parameters are known
         self._in_backward = False
         self._next = 0  # bucket to be exchanged
-        self._versions: list[int] = []  # of the parameters when the backward began
+        # Parameters that only a step changes, with their versions when the backward began.
+        renormed = {id(m.weight) for m in module.modules() if getattr(m, "max_norm", None)}
+        self._stepped = [p for p in self.parameters if id(p) not in renormed]
+        self._versions: list[int] = []
         self.promise = Promise()
         self.weighing: Weighing | None = None
         self.members = Members(module, self.parameters, arrived)
@@ -224,7 +227,7 @@ class GradientExchange:
             self._ring.begin(self.parameters, noted)
         self._in_backward = self.promise.open = True
         self._next = 0
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = [parameter._version for parameter in self._stepped]
         if self._ready is not None:
             self._ready = []
         for bucket in self._buckets:
@@ -364,7 +367,7 @@ class GradientExchange:
             return unused, Errors([], [], [], [])
         used = [id(p) not in unused for p in self.parameters]
         changed = self.shards is not None and self.shards.guard.sees_change()
-        stepped = self._versions != [parameter._version for parameter in self.parameters]
+        stepped = self._versions != [parameter._version for parameter in self._stepped]
         own = raised, self.promise.is_repeated, stepped, bool(self._moved())
         (*used_anywhere, changed_anywhere), errors = compare([*used, changed], own, group)
         if changed_anywhere:

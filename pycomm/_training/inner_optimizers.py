@@ -33,6 +33,7 @@ class InnerOptimizers:
     def __init__(self, given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
         several: Iterable[object] = given if isinstance(given, Iterable) else (given,)
         self._optimizers = [_unwrapped(each) for each in several]
+        self._owner: dict[int, torch.optim.Optimizer] = {}  # by the parameter's id
         if not self._optimizers:
             raise TypeError("optimizer must be an optimizer or several, got none")
 
@@ -42,7 +43,7 @@ class InnerOptimizers:
         Raises:
             ValueError: they do not.
         """
-        changed: set[int] = set()
+        owner: dict[int, torch.optim.Optimizer] = {}
         for optimizer in self._optimizers:
             for param in _params_of(optimizer):
                 if id(param) not in parameters.entries and param.requires_grad:
@@ -50,16 +51,17 @@ class InnerOptimizers:
                         "params must name every parameter that the optimizer changes; one of shape "
                         f"{tuple(param.shape)} is not among them"
                     )
-                if id(param) in changed:
+                if id(param) in owner:
                     name = parameters[param].name
                     raise ValueError(f"optimizer must be one for each parameter, got two of {name}")
-                changed.add(id(param))
+                owner[id(param)] = optimizer
         for param in parameters.tensors:
-            if id(param) not in changed and param.requires_grad:
+            if id(param) not in owner and param.requires_grad:
                 raise ValueError(
                     f"optimizer must change all of params, but does not have "
                     f"{parameters[param].name}: pass all optimizers of the model as a list"
                 )
+        self._owner = owner
 
     def watch(self, watcher: Watcher) -> None:
         """Tells `watcher`, while it lives, before each step."""
@@ -85,11 +87,15 @@ class InnerOptimizers:
 
     def _of(self, param: torch.Tensor) -> torch.optim.Optimizer:
         """The optimizer that changes a parameter; the first one if it is frozen."""
-        if len(self._optimizers) > 1:
-            for optimizer in self._optimizers:
-                if any(each is param for each in _params_of(optimizer)):
-                    return optimizer
-        return self._optimizers[0]
+        return self._owner.get(id(param), self._optimizers[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying: without ids, which differ for other objects."""
+        return {**vars(self), "_owner": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._owner = {id(p): each for each in self._optimizers for p in _params_of(each)}
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

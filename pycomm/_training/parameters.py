@@ -218,13 +218,18 @@ def ignored(module: nn.Module) -> frozenset[str]:
 def common_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that all ranks have in common, with their names."""
     names = ignored(module)
-    return [(name, each) for name, each in module.named_parameters() if name not in names]
+    return [(n, each) for n, each in module.named_parameters() if _not_compiled(n) not in names]
+
+
+def _not_compiled(name: str) -> str:
+    """A name without what ``torch.compile(module)`` inserts."""
+    return name.replace("_orig_mod.", "")
 
 
 def common_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The buffers that all ranks have in common, with their names."""
     names = ignored(module)
-    return [(name, each) for name, each in module.named_buffers() if name not in names]
+    return [(n, each) for n, each in module.named_buffers() if _not_compiled(n) not in names]
 
 
 def check_exchangeable(parameters: Parameters, compression: Compression | None) -> None:

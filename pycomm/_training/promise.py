@@ -53,6 +53,11 @@ class Promise:
         self._entered.add(forward)
 
     @property
+    def awaits_backward(self) -> bool:
+        """True if a forward may still get its backward."""
+        return bool(self._forwards)
+
+    @property
     def is_repeated(self) -> bool:
         """True if another backward, which passed no outputs, has had the running one's exchange."""
         return not self._taken.isdisjoint(self._entered)
@@ -92,7 +97,7 @@ class Promise:
     def settle(self, dropped: bool = False) -> None:
         """Ends a backward; other forwards before it may have backwards of their own."""
         ended = self._forwards & self._entered
-        if not ended and self._forwards and None not in self._entered:
+        if not ended and self._forwards and not self._entered:
             ended = {min(self._forwards)}
             self._taken |= ended
         self._forwards = set() if dropped else self._forwards - ended

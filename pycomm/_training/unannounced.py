@@ -8,11 +8,13 @@ raises an error.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 
@@ -37,37 +39,51 @@ class Snapshot(NamedTuple):
             and self.address == gradient.data_ptr()
         )
 
+    def counts(self, gradient: torch.Tensor | None) -> bool:
+        """True unless it has been replaced or zeroed; clipping, for example, leaves it."""
+        if gradient is None or self.gradient() is not gradient:
+            return False
+        return self.is_still(gradient) or bool(gradient.any())
+
 
 _noted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # snapshots by parameter
-_watches_optimizers = False
+_lock = threading.Lock()  # as ranks may be threads
+_watch: RemovableHandle | None = None  # of optimizers, while there are any
 
 
 def note(parameter: torch.Tensor) -> None:
     """Records that the parameter's gradient is not the ranks' average any more."""
-    global _watches_optimizers
-    assert parameter.grad is not None
-    _noted[parameter] = Snapshot.of(parameter.grad)
-    if not _watches_optimizers:
-        _watches_optimizers = True
-        register_optimizer_step_pre_hook(_check)
+    global _watch
+    if parameter.grad is None:  # another hook has dropped it
+        return
+    with _lock:
+        _noted[parameter] = Snapshot.of(parameter.grad)
+        if _watch is None:
+            _watch = register_optimizer_step_pre_hook(_check)
 
 
 def forget(parameters: Iterable[torch.Tensor]) -> None:
     """Records an exchange of the parameters' gradients."""
-    for parameter in parameters if len(_noted) else ():
-        _noted.pop(parameter, None)  # type: ignore[no-untyped-call]
+    global _watch
+    if _watch is None:
+        return
+    with _lock:
+        for parameter in parameters:
+            _noted.pop(parameter, None)  # type: ignore[no-untyped-call]
+        if _watch is not None and not len(_noted):
+            _watch.remove()
+            _watch = None
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if not len(_noted):
-        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             noted: Snapshot | None = _noted.get(parameter)  # type: ignore[no-untyped-call]
-            if noted is not None and noted.is_still(parameter.grad):
+            if noted is not None and noted.counts(parameter.grad):
                 raise RuntimeError(
                     f"gradient of a parameter of shape {tuple(parameter.shape)} is not the ranks' "
-                    "average: a backward that did not begin in a forward of the wrapper has added "
-                    "to it. Call the wrapper instead of its module, or zero the gradients; to step "
-                    "on each rank's own gradients, use no_sync()"
+                    "average: a backward has added to it that did not begin in the outputs of the "
+                    "wrapper's forward, or whose forward was inside of no_sync(). Call the wrapper "
+                    "instead of its module, or zero the gradients; to step on each rank's own, run "
+                    "the backward, too, inside of no_sync()"
                 )

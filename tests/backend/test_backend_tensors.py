@@ -64,7 +64,7 @@ def counts_of_writes(rank, size):
     rooted = rows() if rank == 0 else None
     calls = {
         "all_reduce": lambda x: dist.all_reduce(x[0]),
-        "broadcast": lambda x: dist.broadcast(x[0], 0),
+        "broadcast": lambda x: dist.broadcast(x[0], 1),
         "all_gather": lambda x: dist.all_gather(x, torch.ones(4)),
         "reduce_scatter": lambda x: dist.reduce_scatter(x[0], rows()),
         "all_to_all": lambda x: dist.all_to_all(x, rows()),
@@ -77,7 +77,7 @@ def counts_of_writes(rank, size):
             outputs = make()
             call(outputs)
             written = outputs if name in ("all_gather", "all_to_all", "gather") else outputs[:1]
-            if name != "gather" or rank == 0:
+            if name not in ("gather", "broadcast") or rank == 0:  # the other one only reads
                 seen[name, kind] = min(output._version for output in written)
     whole = torch.zeros(4 * size)
     dist.all_gather_into_tensor(whole, torch.ones(4))

@@ -88,6 +88,15 @@ def fail(_group):
     with pytest.raises(OwnError):
         model(torch.ones(2, 30)).sum().backward()
 
+    model = DistributedDataParallel(nn.Linear(30, 40))
+
+    def recover(state, bucket):
+        return hooks.comm_hook(state, bucket).then(raise_own).then(lambda _: bucket.buffer() * 0)
+
+    model.register_comm_hook(state, recover)
+    model(torch.ones(2, 30)).sum().backward()
+    assert not model.module.weight.grad.any()
+
 
 def test_an_error_after_the_exchange():
     helpers.run_group(2, fail)

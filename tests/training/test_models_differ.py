@@ -46,7 +46,7 @@ MODELS = {
     "dtype": (lambda: Layers("a"), lambda: Layers("a").bfloat16(), "bfloat16.*float32"),
     "shape": (lambda: Layers("a", width=4), lambda: Layers("a", width=2), r"\(2, 2\).*\(4, 4\)"),
     "buffer": (lambda: nn.BatchNorm2d(4), other_buffer, "running_mean: float64.*float32"),
-    "frozen": (lambda: Layers("a", "b"), frozen, "b.weight"),
+    "frozen": (lambda: Layers("a", "b"), frozen, "b.weight: .*, frozen, but"),
     "tied": (lambda: Layers("a", "b"), tied, "has b.bias: .* b.weight: "),
     "more": (
         lambda: Layers("a"),

@@ -5,6 +5,7 @@ import copy
 import golden
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import pycomm
@@ -112,6 +113,53 @@ def test_a_step_with_a_gradient_that_is_no_average_raises(world, shard):
 
     one, other = world(2).run(body)
     assert all(map(golden.same_bits, one, other))
+
+
+def test_clipping_makes_no_average_of_it(world):
+    def body(group):
+        training = Training(group, None)
+        training.model(training.batch()).sum().backward()
+        training.module(training.batch()).sum().backward()
+        torch.nn.utils.clip_grad_norm_(training.module.parameters(), 0.1)
+        with pytest.raises(RuntimeError, match="average: a backward"):
+            training.optimizer.step()
+        training.optimizer.zero_grad(set_to_none=False)
+        training.optimizer.step()
+
+    world(2).run(body)
+
+
+def test_a_hook_that_drops_the_gradient(world):
+    def body(group):
+        module = make_model()
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        pycomm.DataParallel(module, group=group)
+        module(torch.ones(2, 8)).sum().backward()
+
+    world(2).run(body)
+
+
+class Renormed(nn.Module):
+    """Writes its weight in every forward, and again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8, max_norm=0.5)
+
+    def forward(self, numbers):
+        return torch.utils.checkpoint.checkpoint(self.embedding, numbers, use_reentrant=False)
+
+
+def test_an_embedding_that_renorms_its_weight_in_backward(world):
+    def body(group):
+        model = pycomm.DataParallel(Renormed(), group=group)
+        for _ in range(2):
+            with torch.no_grad():
+                model.module.embedding.weight.mul_(10)
+            model(torch.tensor([1, 2])).sum().backward()
+
+    world(2).run(body)
 
 
 @pytest.mark.parametrize("shard", SHARDS)

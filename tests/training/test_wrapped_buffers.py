@@ -63,6 +63,25 @@ def test_two_forwards_through_batch_normalisation(world):
         assert golden.same_bits(value, other[name])
 
 
+def test_forwards_that_get_no_backward(world):
+    """As a generator's whose images are detached, in every step: buffers are sent once per step."""
+
+    def body(group):
+        module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+        model = pycomm.DataParallel(module, group=group)
+        seen = []
+        module.register_forward_pre_hook(lambda *_: seen.append(module[0].running_mean.clone()))
+        for step in range(3):
+            batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(group.rank + step))
+            model(batch).detach()
+            model(batch).sum().backward()
+        return seen
+
+    one, other = world(2).run(body)
+    same = [torch.equal(*pair) for pair in zip(one, other, strict=True)]
+    assert same == [True, False] * 3
+
+
 def test_an_evaluation_after_sync_buffers_is_the_same_everywhere(world):
     def body(group):
         module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
