@@ -37,7 +37,7 @@ class Promise:
         self._forwards: set[int] = set()  # that no backward has followed
         self._left: set[int] = set()  # those from before the last exchange
         self._entered: set[int | None] = set()  # whose outputs the running backward has passed
-        self._taken: set[int] = set()  # whose exchange went to a backward that passed no outputs
+        self._taken: set[int] = set()  # the last whose exchange a backward without outputs had
         self._announced = 0  # 1 for an exchange; 2 if averages of an earlier backward come before
         self._work: Work | None = None
 
@@ -98,8 +98,7 @@ class Promise:
         """Ends a backward; other forwards before it may have backwards of their own."""
         ended = self._forwards & self._entered
         if not ended and self._forwards and not self._entered:
-            ended = {min(self._forwards)}
-            self._taken |= ended
+            ended = self._taken = {min(self._forwards)}
         self._forwards = set() if dropped else self._forwards - ended
         self._taken -= self._entered
         self._left, self._entered = set(self._forwards), set()
