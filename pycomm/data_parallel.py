@@ -359,6 +359,7 @@ class DataParallel(Wrapping):
         exchange, syncing = self._exchange, self.require_backward_grad_sync
         inside_backward = backward_id() >= 0
         if not inside_backward:
+            self._group._keep_promise()  # perhaps of another model
             exchange.catch_up()
         exchange.members.check(self.module)
         group = self.comm_state.gradient_group if syncing else None

@@ -19,7 +19,7 @@ from pycomm._work import Work
 class BucketFuture(Future[Any]):
     """The future of a bucket, or of a function that runs after its exchange.
 
-    The end of backward completes it. Whoever waits for it before, as in another hook, completes it.
+    The end of backward completes it. An earlier wait, as in another hook, completes it, too.
     ``torch.futures.wait_all`` waits in C++, where nothing completes it.
     """
 

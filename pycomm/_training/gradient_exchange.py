@@ -82,6 +82,7 @@ class GradientExchange:
             layout = window_layout(self.parameters, self._group)
         else:
             self.shards = self._make_shards(sharding, bucket_bytes)
+            self.shards.exchange_group = self._group
             layout = self.shards.layout
         self._slab = Slab(self.parameters, bucket_bytes, layout)
         self._buckets: list[Bucket] = []
@@ -89,7 +90,6 @@ class GradientExchange:
         self._lay_out()
         self._ring: GradientRing | None = None
         if self.shards is not None:
-            self.shards.owes = weakref.WeakMethod(self.catch_up)
             self.shards.assign(bucket.parameters for bucket in self._buckets)
             if self._scatter is not None and isinstance(self.shards, SpanningShards):
                 self._scatter.place_residuals(self.shards.blocks.values())
@@ -102,7 +102,8 @@ class GradientExchange:
         self._in_backward = False
         self._next = 0  # bucket to be exchanged
         # Parameters that only a step changes, with their versions when the backward began.
-        renormed = {id(m.weight) for m in module.modules() if getattr(m, "max_norm", None)}
+        embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        renormed = {id(each.weight) for each in embeddings if each.max_norm is not None}
         self._stepped = [p for p in self.parameters if id(p) not in renormed]
         self._versions: list[int] = []
         self.promise = Promise()
@@ -303,7 +304,7 @@ class GradientExchange:
         self._in_backward = False
         self.promise.settle(dropped=bool(errors.raised))
         unannounced.forget(self.parameters)
-        if why := errors.explain(self._group, self._moved()):
+        if why := errors.explain(self._group, self._moved() if errors.moved else ()):
             self._state.give_back()
             self._drop_gradients()
             if raised is False:

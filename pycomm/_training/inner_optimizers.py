@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Watcher(Protocol):
-    """Whoever is told of steps."""
+    """An object that hears of steps."""
 
     def before_step(self, number: int) -> None:
         """Runs before each step of the optimizer with this number."""

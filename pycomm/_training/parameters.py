@@ -204,7 +204,12 @@ def bare_names(names: list[str]) -> list[str]:
     for wrapper in _WRAPPERS * 2:
         if all(name.startswith(wrapper) for name in names):
             names = [name.removeprefix(wrapper) for name in names]
-    return [name.replace("._orig_mod.", ".").removeprefix("_orig_mod.") for name in names]
+    return [_not_compiled(name) for name in names]
+
+
+def _not_compiled(name: str) -> str:
+    """A name without what ``torch.compile(module)`` inserts."""
+    return name.replace("._orig_mod.", ".").removeprefix("_orig_mod.")
 
 
 def ignored(module: nn.Module) -> frozenset[str]:
@@ -219,11 +224,6 @@ def common_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that all ranks have in common, with their names."""
     names = ignored(module)
     return [(n, each) for n, each in module.named_parameters() if _not_compiled(n) not in names]
-
-
-def _not_compiled(name: str) -> str:
-    """A name without what ``torch.compile(module)`` inserts."""
-    return name.replace("_orig_mod.", "")
 
 
 def common_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

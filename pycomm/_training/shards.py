@@ -8,8 +8,7 @@ norms and cache lines stay whole. Parts depend only on the parameters and the nu
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -213,7 +212,7 @@ class Shards:
         local: gradients that are still each rank's own, by the parameter's id.
         ring: divided gradients; None if gradients are not divided.
         replicates: see above.
-        owes: takes part in an exchange that this rank owes the others; see :meth:`complete`.
+        exchange_group: the ranks that exchange gradients; those of `group` and perhaps more.
         guard: watches the parameters between steps.
     """
 
@@ -230,7 +229,7 @@ class Shards:
         self.averages = self.leaves_local = gradients is None
         self.guard = StepGuard(parameters, group)
         self.ring: OwnGradients | None = None
-        self.owes: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.exchange_group = group
         self.local: dict[int, Snapshot] = {}
         units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
         rooms = {id(p): room(p) for p in parameters} if rooms is None else rooms
@@ -252,15 +251,6 @@ class Shards:
         for parameter in parameters:
             self.layout[parameter].take_in(parameter)
         self._addresses = {id(parameter): parameter.data_ptr() for parameter in parameters}
-
-    def complete(self) -> None:
-        """Takes part in an exchange that others wait in because this rank's backward has raised.
-
-        Whatever all ranks call together begins with this.
-        """
-        owes = None if self.owes is None else self.owes()
-        if owes is not None:
-            owes()
 
     def cut(self, bucket: Sequence[torch.Tensor]) -> list[tuple[Range, ...]]:
         """The ranges of each parameter of a bucket; the parameters lie one after the other."""

@@ -1,9 +1,9 @@
 """Gradients of backwards that no forward of a wrapper has announced.
 
 ``wrapper.module(x).sum().backward()`` adds to this rank's gradients only, as in
-DistributedDataParallel. Whoever does so to look at gradients zeroes them. The next exchange
-averages what is left. A step before that would move each rank's parameters elsewhere, so it
-raises an error.
+DistributedDataParallel. A program that wants to look at gradients does so, and zeroes them. The
+next exchange averages what is left. A step before that would give each rank other parameters, so
+it raises an error.
 """
 
 from __future__ import annotations

@@ -58,9 +58,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return self._divided[1]
 
     def _complete_exchanges(self) -> None:
-        """Comes before what all ranks call together; see :meth:`Shards.complete`."""
+        """Takes part in an exchange that others wait in because this rank's backward has raised.
+
+        Whatever all ranks call together begins with this.
+        """
         for division in self._divisions():
-            division.complete()
+            division.exchange_group._keep_promise()
 
     def add_param_group(self, param_group: Group) -> None:
         """See :meth:`torch.optim.Optimizer.add_param_group`."""

@@ -83,7 +83,7 @@ if __name__ == "__main__":
     main()
 
 
-# What is registered first runs last.
+# At exit, the function that was registered first runs last.
 TAKES_DOWN = """
 import atexit, sys
 import torch.distributed as dist

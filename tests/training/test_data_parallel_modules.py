@@ -397,3 +397,18 @@ def test_sparse_gradients_are_refused_by_name(world, make):
         pycomm.DataParallel(module, group=group)
     module.requires_grad_(False)
     pycomm.DataParallel(nn.Sequential(module, nn.Linear(4, 4)), group=group)
+
+
+def test_a_module_with_names_of_torch_s_options(world):
+    """`max_norm` and `sparse` say something of embeddings only."""
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.max_norm, self.sparse = nn.Linear(4, 4), 1.0, True
+
+        def forward(self, batch):
+            return self.net(batch)
+
+    (group,) = world(1)
+    pycomm.DataParallel(Named(), group=group)(torch.ones(2, 4)).sum().backward()

@@ -133,3 +133,21 @@ def body_of(group, shard, set_to_none, weighs):
         training.optimizer.step()
         training.optimizer.zero_grad(set_to_none=set_to_none)
     return training.parameters()
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_a_step_of_another_model(world, shard):
+    """Of two in turn, as in a GAN: the others wait in the backward of the first one."""
+
+    def body(group):
+        first, second = Training(group, shard), Training(group, shard)
+        for step in range(3):
+            assert second.backward(step)
+            assert first.backward(step, raises=step == 1 and group.rank == 1) == (step != 1)
+            for training in (second, first):
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+        return first.parameters() + second.parameters()
+
+    one, other = world(2).run(body)
+    assert all(map(golden.same_bits, one, other))
