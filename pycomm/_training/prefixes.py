@@ -25,11 +25,9 @@ def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[
     return plain
 
 
-def insert_prefix(
-    wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_details: Any
-) -> None:
-    """Adds the prefix if the wrapper is part of a module, which loads children by their names."""
-    keys = [key for key in state_dict if key.startswith(prefix)]
-    own = {key.removeprefix(prefix): state_dict.pop(key) for key in keys}
-    for key, value in without_prefix(own, wrapper.get_submodule("module")).items():
-        state_dict[f"{prefix}module.{key}"] = value
+def drop_prefix(state_dict: dict[str, Any], path: str, module: nn.Module) -> None:
+    """Drops DDP's prefix from the names of a module that is part of another, after its path."""
+    keys = [key for key in state_dict if key.startswith(path)]
+    own = {key.removeprefix(path): state_dict.pop(key) for key in keys}
+    for key, value in without_prefix(own, module).items():
+        state_dict[path + key] = value

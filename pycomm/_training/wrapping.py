@@ -1,10 +1,15 @@
-"""A module with the exchange of its gradients. It has the module's names and checkpoints."""
+"""A module with the exchange of its gradients. It has the module's names and checkpoints.
+
+The wrapper shares the dictionaries that hold the module's parameters, buffers and children. So
+``named_modules``, ``get_parameter``, ``torch.func.functional_call`` or ``torch.export`` find the
+module's own names, also where the wrapper is a part of another module.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +22,13 @@ from pycomm._training.comm_state import CommState
 from pycomm._training.gradient_exchange import GradientExchange
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import common_parameters
-from pycomm._training.prefixes import insert_prefix, without_prefix
+from pycomm._training.prefixes import drop_prefix, without_prefix
 from pycomm._training.shard_options import ShardOptions, check_sharding
 from pycomm._training.survival import ShardSurvival
 from pycomm.errors import PycommError
 from pycomm.group import Group
+
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 class Wrapping(nn.Module):
@@ -64,9 +71,32 @@ class Wrapping(nn.Module):
         exchanged = self._exchanged()
         self._begin_in(self._group, exchanged, is_new=True)
         self._own_exchange = self._make_on_all(exchanged)
-        self.register_load_state_dict_pre_hook(insert_prefix)  # type: ignore[no-untyped-call]
 
     # Names and checkpoints.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "module":
+            # Not a child: the module's children are the wrapper's.
+            shared = {each: getattr(value, each) for each in _SHARED}
+            vars(self).update(shared, module=value, training=value.training)
+        else:
+            super().__setattr__(name, value)
+
+    def train(self, mode: bool = True) -> Wrapping:
+        """Sets the module's mode."""
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Wrapping:
+        """Calls a function with every child of the module and with the module."""
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Wrapping:
+        """For ``to()`` and the like. Modules such as nn.LSTM override it."""
+        self.module._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``state_dict``."""
@@ -78,31 +108,21 @@ class Wrapping(nn.Module):
         own = without_prefix(state_dict, self.module)
         return self.module.load_state_dict(own, *args, **kwargs)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's, with the names of its ``state_dict``."""
-        if recurse:
-            yield from self.module.named_parameters(prefix, True, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's, with the names of its ``state_dict``."""
-        if recurse:
-            yield from self.module.named_buffers(prefix, True, remove_duplicate)
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells torch.distributed.checkpoint that ``state_dict`` has the module's names."""
-        own = self.module
-        names = (*own._modules, *own._parameters, *own._buffers)
-        return dict.fromkeys(names, "module")
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Loads what is neither a child's nor another module's, for a module that has this one."""
+        drop_prefix(state_dict, prefix, self.module)
+        self.module._load_from_state_dict(state_dict, prefix, *args)
 
     # The exchange.
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying: without running exchanges and `shard_group`."""
-        return {**vars(self), "_own_exchange": None, "_given_shard_group": None}
+        own = {name: value for name, value in vars(self).items() if name not in _SHARED}
+        return {**own, "_own_exchange": None, "_given_shard_group": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.module = state["module"]
 
     @property
     def _shard_group(self) -> Group | None:

@@ -1,5 +1,8 @@
 """Checkpoints of models: DistributedDataParallel's, and torch.distributed.checkpoint's."""
 
+import copy
+import pickle
+
 import ddp
 import helpers
 import pytest
@@ -36,25 +39,160 @@ class Net(nn.Module):
         return self.scale * self.get_submodule(self._child)(self.first(x)) + self.offset
 
 
-def names_of(_group):
-    model, net = pycomm.DataParallel(Net()), Net()
-    assert [*model.state_dict()] == [*net.state_dict()]
-    for kind in ("named_parameters", "named_buffers"):
-        assert [*dict(getattr(model, kind)())] == [*dict(getattr(net, kind)())]
-        assert [*dict(getattr(model, kind)("a."))] == [*dict(getattr(net, kind)("a."))]
-        assert not [*getattr(model, kind)(recurse=False)]
-
-
-def test_names_are_the_modules_own():
-    helpers.run_group(1, names_of)
-
-
 class Parent(nn.Module):
     """Has the wrapped model for a child."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
+def names(model):
+    """All names that a module tells."""
+    return {
+        "states": [*model.state_dict()],
+        "modules": [name for name, _ in model.named_modules()],
+        "children": [name for name, _ in model.named_children()],
+        **{
+            f"{kind}, {recurse}": [name for name, _ in getattr(model, kind)("a", recurse=recurse)]
+            for kind in ("named_parameters", "named_buffers")
+            for recurse in (True, False)
+        },
+    }
+
+
+def decayed(model):
+    """The rule of minGPT: weights of some kinds of modules decay."""
+    return {
+        f"{name}.{own}" if name else own
+        for name, module in model.named_modules()
+        for own, _ in module.named_parameters(recurse=False)
+        if own == "weight" and isinstance(module, nn.Linear)
+    }
+
+
+def placed(where, model):
+    """The model, alone or as part of another one, or a copy."""
+    changed = {
+        "alone": lambda: model,
+        "part": lambda: Parent(model),
+        "copied": lambda: copy.deepcopy(model),
+        "copied part": lambda: copy.deepcopy(Parent(model)),
+        "pickled": lambda: pickle.loads(pickle.dumps(model)),
+    }
+    return changed[where]()
+
+
+def has_names_of_its_own(group, where):
+    model = placed(where, pycomm.DataParallel(Net(), group=group))
+    plain = placed(where, Net())
+    assert names(model) == names(plain)
+    assert decayed(model) == decayed(plain) != set()
+    for name, parameter in model.named_parameters():
+        assert model.get_parameter(name) is parameter
+    for name, module in model.named_modules():
+        assert model.get_submodule(name) is module
+    wrapper = getattr(model, "model", model)
+    for (_, one), (_, other) in zip(
+        wrapper.named_parameters(), wrapper.module.named_parameters(), strict=True
+    ):
+        assert one is other
+
+
+@pytest.mark.parametrize("where", ["alone", "part", "copied", "copied part", "pickled"])
+def test_names_are_the_modules_own(where):
+    with pycomm.LocalWorld(1) as ranks:
+        ranks.run(has_names_of_its_own, where)
+
+
+@pytest.mark.parametrize("where", ["alone", "part"])
+def test_functional_calls(where):
+    """Parameters given by name are used, and do not stay."""
+
+    def body(group):
+        model = placed(where, pycomm.DataParallel(Net(), group=group)).eval()
+        plain = placed(where, Net()).eval()
+        other = placed(where, Net(seed=5)).eval()
+        given = {name: p.detach() for name, p in other.named_parameters()}
+        given |= {name: b.clone() for name, b in other.named_buffers()}
+        x = ddp.batch(0, 0)
+        with torch.no_grad():
+            assert torch.equal(torch.func.functional_call(model, given, x), other(x))
+            assert torch.equal(model(x), plain(x))
+
+    with pycomm.LocalWorld(1) as ranks:
+        ranks.run(body)
+
+
+@pytest.mark.parametrize("where", ["alone", "part"])
+def test_exported_names(where):
+    def body(group):
+        model = placed(where, pycomm.DataParallel(Net(), group=group)).eval()
+        with torch.no_grad():
+            program = torch.export.export(model, (ddp.batch(0, 0),), strict=False)
+        assert {*program.state_dict} == {*placed(where, Net()).state_dict()}
+
+    with pycomm.LocalWorld(1) as ranks:
+        ranks.run(body)
+
+
+class Frozen(nn.Sequential):
+    """Keeps its statistics, and counts what is called."""
+
+    calls = 0
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+    def _apply(self, *args, **kwargs):
+        self.calls += 1
+        return super()._apply(*args, **kwargs)
+
+
+def test_what_a_module_overrides_is_called():
+    def body(group):
+        model = pycomm.DataParallel(Frozen(nn.Linear(2, 3), nn.BatchNorm1d(3)), group=group)
+        assert model.training
+        assert model.train() is model
+        assert (model.module.training, *(m.training for m in model.children())) == (
+            True,
+            True,
+            False,
+        )
+        assert model.eval() is model
+        assert not any(each.training for each in (model, model.module, model.module[0]))
+        assert model.double() is model
+        assert model.module.calls == 1
+        assert (
+            model.module[0].weight.dtype == model.get_parameter("0.weight").dtype == torch.float64
+        )
+        seen = []
+        assert model.apply(seen.append) is model
+        assert seen == [*model.module.children(), model.module]
+
+    with pycomm.LocalWorld(1) as ranks:
+        ranks.run(body)
+
+
+def test_new_children_are_the_modules():
+    def body(group):
+        model = pycomm.DataParallel(nn.Sequential(nn.Linear(2, 3)), group=group)
+        model.add_module("1", nn.ReLU())
+        assert len(model.module) == 2
+        model.module[1] = nn.Tanh()
+        assert isinstance(model.get_submodule("1"), nn.Tanh)
+        model.module = nn.Sequential(nn.Linear(5, 2))
+        assert model.get_parameter("0.weight").shape == (2, 5)
+        with pytest.raises(ValueError, match="wrapped with"):
+            model(torch.ones(1, 5))
+
+    with pycomm.LocalWorld(1) as ranks:
+        ranks.run(body)
 
 
 def of_ddp(_group, child):
@@ -144,12 +282,15 @@ def test_full_state_dicts():
 
 
 def nested(_group):
-    model = Parent(pycomm.DataParallel(Net(seed=1)))
-    state = get_model_state_dict(model)
-    assert [*state] == [f"model.{name}" for name in Net().state_dict()]
-    target = Parent(pycomm.DataParallel(Net()))
-    set_model_state_dict(target, state)
-    assert wrapped.same(dict(target.state_dict()), dict(model.state_dict()))
+    source = trained(lambda net: Parent(pycomm.DataParallel(net)), 1)
+    model_state, optimizer_state = get_state_dict(*source)
+    assert [*model_state] == [f"model.{name}" for name in Net().state_dict()]
+    assert {*optimizer_state["state"]} == {f"model.{name}" for name, _ in Net().named_parameters()}
+    target = trained(lambda net: Parent(pycomm.DataParallel(net)), 0)
+    assert not torch.equal(target[0].model.module.scale, source[0].model.module.scale)
+    set_state_dict(*target, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert wrapped.same(dict(target[0].state_dict()), dict(source[0].state_dict()))
+    assert wrapped.same(flat(target[1]), flat(source[1]))
 
 
 def test_distributed_checkpoints_of_a_model_with_a_wrapped_part():
