@@ -24,7 +24,7 @@ from pycomm._training.launching import launching
 from pycomm._training.loss_scale import LossScale
 from pycomm._training.parameters import Exclude, Parameters
 from pycomm._training.planner import Planner
-from pycomm._training.residuals import residuals_for
+from pycomm._training.residuals import Unstepped, residuals_for
 from pycomm._training.saved_state import SavedState, place_in
 from pycomm._training.step import Step
 from pycomm._work import Work
@@ -90,11 +90,15 @@ class CommState(SavedState):
         self._tag = self.group._next_tag()
         self._begin_anew()
 
+    def _plan_anew(self) -> None:
+        self._planner = Planner(self.compression, self._parameters, self._residuals, self._tag)
+
     def _begin_anew(self) -> None:
         """Starts without plans and without running exchanges."""
-        self._planner = Planner(self.compression, self._parameters, self._residuals, self._tag)
+        self._plan_anew()
         self._flying = Flights()
         self._now = Step()
+        self._unstepped: Unstepped | None = None  # after an exchange
         self._stream: torch.cuda.Stream | None = None
         self._placed = False  # True once residuals are on the gradients' device
 
@@ -202,6 +206,7 @@ class CommState(SavedState):
 
     def give_back(self) -> None:
         """Adds the step's means, which will not be used, to residuals, so that nothing is lost."""
+        self._unstepped = None
         self._now.give_back()
 
     def should_commit(self, ready: bool = True) -> bool:
@@ -247,6 +252,25 @@ class CommState(SavedState):
         if stays:  # newcomers may have taken the places of lost ranks, so sizes do not tell
             self._residuals_lost += self._holders - int(told[:, 1].sum())
             self._holders = 0
+
+    def note_exchange(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Records that the gradients of these parameters are averages now."""
+        if self._residuals and self.step > self._warmup_steps:
+            self._unstepped = Unstepped(parameters)
+
+    def undo_discarded(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Restores residuals if the averages were dropped without a step, before new ones come.
+
+        What such a backward has left to send must not come with later ones.
+        """
+        if self._unstepped is None:
+            return
+        if not self._unstepped.holds(parameters):
+            self._unstepped = None
+        elif not any(p.grad is not None and p.grad.any() for p in parameters):
+            self._unstepped = None
+            if self._residuals.undo_exchange():
+                self._plan_anew()
 
     def sends_dense(self, parameter: torch.Tensor) -> bool:
         """True if this parameter's gradient is sent uncompressed."""

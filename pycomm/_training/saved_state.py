@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from pycomm._training.flights import Flights
-    from pycomm._training.residuals import Residuals
+    from pycomm._training.residuals import Residuals, Unstepped
     from pycomm.group import Group
 
 # Attributes that belong to this process or to a running exchange, which are not copied.
-_NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed")
+_NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed", "_unstepped")
 
 
 class SavedState(HookState):
@@ -28,6 +28,7 @@ class SavedState(HookState):
     _residuals: Residuals
     _now: Step
     _flying: Flights
+    _unstepped: Unstepped | None
 
     if TYPE_CHECKING:  # what CommState has
 
@@ -79,6 +80,7 @@ class SavedState(HookState):
             self._residuals.load([dump])
         self.step = state_dict["step"]
         self._now = Step()
+        self._unstepped = None
         self._flying.clear()
 
     def __getstate__(self) -> dict[str, Any]:
