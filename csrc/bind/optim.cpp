@@ -44,7 +44,8 @@ void step(const Settings& settings, const py::buffer& table, std::uintptr_t grad
 }
 
 cpu::Numbers codes(std::uintptr_t data, std::uintptr_t largest, bool squares) {
-  return {Storage::code8, squares, reinterpret_cast<std::byte*>(data),
+  const Role role = squares ? Role::second_moment : Role::first_moment;
+  return {Storage::code8, role, reinterpret_cast<std::byte*>(data),
           reinterpret_cast<float*>(largest), nullptr};
 }
 

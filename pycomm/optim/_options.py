@@ -27,8 +27,8 @@ class Options(TypedDict, total=False):
             if all parameters are fp32.
         states: ``"fp32"`` (the default), ``"bf16"``, ``"fp16"`` (second moments as their square
             roots) or ``"8bit"`` (blocks of 256; tensors below 4,096 elements keep fp32).
-        stochastic_rounding: round bf16 parameters without master weights stochastically. Second
-            moments in less than fp32 are always rounded stochastically.
+        stochastic_rounding: round bf16 parameters without master weights stochastically. States in
+            less than fp32 are always rounded stochastically.
         seed: the seed of the random bits, which depend only on the seed, the parameter, the element
             and the step.
         max_norm: clips the norm of all gradients together, as
@@ -157,7 +157,7 @@ def check_remainder(group: Group) -> None:
         )
 
 
-def check_options(group: Group, has_squares: bool) -> None:
+def check_options(group: Group, has_states: bool) -> None:
     """Raises ValueError for options that contradict each other or the group's parameters."""
     master, states = group["master_weights"], group["states"]
     dtypes = {param.dtype for param in group["params"]}
@@ -174,10 +174,10 @@ def check_options(group: Group, has_squares: bool) -> None:
     bare = {dtype for dtype in dtypes if dtype != torch.float32} if master is None else set()
     if torch.float16 in bare:
         raise ValueError("stochastic_rounding=True rounds to bfloat16, got float16 parameters")
-    if not bare and not (states != "fp32" and has_squares) and dtypes:
+    if not bare and not (states != "fp32" and has_states) and dtypes:
         raise ValueError(
             "stochastic_rounding=True has nothing to round: it is for bfloat16 parameters without "
-            "master weights and for second moments in less than fp32"
+            "master weights and for states in less than fp32"
         )
 
 

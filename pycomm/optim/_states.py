@@ -85,7 +85,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         _options.check_remainder(group)
 
     def _check_options(self, group: Group) -> None:
-        _options.check_options(group, any(map(_storage.squares, self._state_names(group))))
+        _options.check_options(group, has_states=bool(self._state_names(group)))
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]

@@ -29,8 +29,8 @@ REFUSED = [
     (optim.FusedLion, torch.float32, {"master_weights": "remainder"}, "leave it out"),
     (optim.FusedAdamW, FP16, {"stochastic_rounding": True}, "got float16"),
     (optim.FusedAdamW, torch.float32, {"stochastic_rounding": True}, "nothing to round"),
-    (optim.FusedLion, BF16, {"stochastic_rounding": True, "master_weights": "fp32",
-                             "states": "bf16"}, "nothing to round"),
+    (optim.FusedSGD, BF16, {"stochastic_rounding": True, "master_weights": "fp32",
+                            "states": "bf16"}, "nothing to round"),
     (optim.FusedSGD, torch.float32, {"nesterov": True}, "needs momentum"),
     (optim.FusedSGD, torch.float32, {"momentum": -0.1}, "momentum must not be negative"),
 ]  # fmt: skip

@@ -131,7 +131,7 @@ def test_forms(rule, options):
     """Options are refused only if they ask for stochastic rounding and nothing is rounded."""
     for (dtype, master), states in itertools.product(WEIGHTS, STATES):
         bare = dtype == BF16 and master is None
-        moments = rule in ("adam", "adamw", "lamb") and states != "fp32"
+        moments = options.get("momentum") != 0.0 and states != "fp32"
         random = bare or (moments and (dtype == FP32 or master is not None))
         found = Counter((f.dtype, f.master, f.states) for f in forms(rule, options))
         assert found[dtype, master, states] == 3 * (1 + random)
@@ -191,7 +191,8 @@ class Part:
         padded = torch.nn.functional.pad(near.value.abs(), (0, -count % 256)).view(rows, -1, 256)
         largest = padded.amax(-1, keepdim=True)
         share = (padded / largest).sqrt()
-        coded = 2 * share / 255 + 1 / 65025 if self.squares else share / 127 + 1 / 64516
+        most = 255 if self.squares else 127
+        coded = 2 * share / most + 1 / most**2
         return (coded * largest * (1 + 1e-4)).view(rows, -1)[:, :count]
 
 
@@ -238,8 +239,7 @@ def kind_of_state(form, name, state):
         return "8bit", state[f"{name}_code"], state[f"{name}_absmax"]
     if form.states == "fp16" and name.endswith("_sq"):
         return "roots", state[f"{name}_root"]
-    random = form.states == "bf16" and name.endswith("_sq")
-    return form.states + (" at random" if random else ""), state[name]
+    return form.states + ("" if form.states == "fp32" else " at random"), state[name]
 
 
 class Stack:

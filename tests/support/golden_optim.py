@@ -77,32 +77,35 @@ def blocks(values: np.ndarray) -> np.ndarray:
     return padded.reshape(-1, BLOCK)
 
 
-def share_of(codes: np.ndarray) -> np.ndarray:
-    q = codes.astype(F) * F(1 / 255)
-    return (q * q) * (q * q)
+def share_of(codes: np.ndarray, squares: bool) -> np.ndarray:
+    q = codes.astype(F) * F(1 / 255 if squares else 1 / 127)
+    return (q * q) * (q * q) if squares else q * np.abs(q)
 
 
 def encode8(
     values: np.ndarray, squares: bool, random: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes, and the largest magnitude of each block; squares at random, or to nearest without."""
+    """Codes, and the largest magnitude of each block; at random, or to nearest without."""
     with np.errstate(all="ignore"):
         rows = blocks(values)
         largest = np.abs(rows).max(1)
         bad = ~np.isfinite(largest)
         dead = bad | (largest < np.finfo(F).tiny)
         inverse = np.where(dead, F(0), F(1) / largest)[:, None]
+        share = np.abs(rows) * inverse
+        last = F(255) if squares else F(127)
+        codes = (np.sqrt(np.sqrt(share)) if squares else np.sqrt(share)) * last
+        if random is None:
+            codes = np.rint(codes)
+        else:
+            codes = np.minimum(np.floor(codes), last - 1)
+            dice = np.resize(random, rows.size).reshape(rows.shape)
+            below, above = share_of(codes, squares), share_of(codes + 1, squares)
+            codes += rounds_up(share, below, above, dice)
         if squares:
-            codes = np.sqrt(np.sqrt(rows * inverse)) * F(255)
-            if random is None:
-                codes = np.rint(codes)
-            else:
-                codes = np.minimum(np.floor(codes), F(254))
-                dice = np.resize(random, rows.size).reshape(rows.shape)
-                codes += rounds_up(rows * inverse, share_of(codes), share_of(codes + 1), dice)
             codes = np.where((rows > 0) & (codes < 1), F(1), codes)
         else:
-            codes = np.copysign(np.rint(np.sqrt(np.abs(rows) * inverse) * F(127)), rows)
+            codes = np.copysign(codes, rows)
     codes[dead] = 0
     stored = np.where(bad, np.uint32(0x7FC00000).view(F), np.where(dead, F(0), largest))
     codes = codes.astype(np.uint8 if squares else np.int8).view(np.uint8)
@@ -111,23 +114,34 @@ def encode8(
 
 def decode8(codes: np.ndarray, largest: np.ndarray, squares: bool) -> np.ndarray:
     scale = np.repeat(largest, BLOCK)[: len(codes)]
-    if squares:
-        return share_of(codes) * scale
-    q = codes.view(np.int8).astype(F) * F(1 / 127)
-    return q * np.abs(q) * scale
+    return share_of(codes if squares else codes.view(np.int8), squares) * scale
 
 
 def through(values: np.ndarray, storage: str, squares: bool, random: np.ndarray) -> np.ndarray:
-    """A state as the next step finds it: second moments at random, first ones to nearest."""
+    """A state as the next step finds it.
+
+    Second moments are rounded with an element's random bits, first ones with the exclusive or of
+    the bits and their low half.
+    """
+    if not squares:
+        random = random ^ random << np.uint32(16)
     if storage == "8bit" and len(values) >= 4096:
-        return decode8(*encode8(values, squares, random if squares else None), squares)
+        return decode8(*encode8(values, squares, random), squares)
     if storage == "bf16":
-        if squares:
-            return stochastic_bf16(values, random >> 16)
-        return rounded(values, torch.bfloat16)
+        return stochastic_bf16(values, random >> 16)
     if storage == "fp16":
-        return roots(values, random) if squares else rounded(values, torch.float16)
+        return roots(values, random) if squares else stochastic_fp16(values, random >> 19)
     return canonical(values)
+
+
+def stochastic_fp16(values: np.ndarray, random: np.ndarray) -> np.ndarray:
+    """Rounds up in magnitude with 13 random bits, never to infinity."""
+    with np.errstate(all="ignore"):
+        exact = np.minimum(np.abs(values), F(65504)).astype(np.float64)
+        unit = np.exp2(np.maximum(np.floor(np.log2(exact)), -14) - 10)
+        made = np.floor(exact / unit + random.astype(np.float64) / 8192) * unit
+        made = np.copysign(np.minimum(made, 65504), values).astype(F)
+    return canonical(np.where(np.isfinite(values), made, values))
 
 
 def roots(values: np.ndarray, random: np.ndarray) -> np.ndarray:

@@ -1,21 +1,50 @@
 // Stochastic rounding: up with a probability equal to the distance from the number below, so that
 // the expectation is the value. With rounding to nearest, a number would never change if each step
-// changes it by less than half a unit. This concerns weights in bf16 and second moments in less
-// than fp32.
-//
-// Of an element's 32 random bits, the low 16 round a bf16 weight and the high ones round second
-// moments.
+// changes it by less than half a unit. This concerns weights in bf16 and states in less than fp32:
+// a first moment that a spike has raised would stop on its way down.
 #pragma once
 
+#include "core/codecs/scale.h"
 #include "core/reduce.h"
 
 namespace pycomm {
 
-// fp32 -> bf16. Infinities and NaN do not change.
-PYCOMM_HD std::uint16_t float_to_bfloat16(float value, std::uint16_t random) {
+// What a number is to an optimizer.
+enum class Role : std::uint8_t { weight, first_moment, second_moment };
+
+// The random bits that round a number of this role, from the 32 bits of its element; the high 16
+// count most. Those of any two roles are independent, because a step divides first moments by the
+// root of second moments: errors that depend on each other would change its expectation.
+PYCOMM_HD std::uint32_t rounding_bits(Role role, std::uint32_t bits) {
+  const std::uint32_t low = bits << 16;
+  return role == Role::weight ? low : role == Role::first_moment ? bits ^ low : bits;
+}
+
+// fp32 -> bf16. Uses the high 16 of the random bits. Infinities and NaN do not change.
+PYCOMM_HD std::uint16_t float_to_bfloat16(float value, std::uint32_t random) {
   const std::uint32_t bits = bit_cast<std::uint32_t>(value);
-  const std::uint32_t rounded = (bits + random) >> 16;  // infinities have no low bits to carry
+  const std::uint32_t rounded =
+      (bits + (random >> 16)) >> 16;  // infinities have no low bits to carry
   return static_cast<std::uint16_t>(value == value ? rounded : 0x7fc0u);
+}
+
+// fp32 -> fp16. Uses the high 13 of the random bits: fp32 has 13 more than fp16. A finite value stays
+// finite, because an average that is infinite once stays infinite.
+PYCOMM_HD std::uint16_t float_to_half(float value, std::uint32_t random) {
+  const std::uint32_t sign = bit_cast<std::uint32_t>(value) >> 16 & 0x8000u,
+                      size = magnitude(value);
+  const std::uint32_t normal = ((size + (random >> 19)) >> 13) - (112u << 10);
+  // Below fp16's normal numbers: units of 2^-24, of which there are less than 1,024.
+  const bool subnormal = size < 0x38800000u;
+  const float units = bit_cast<float>(subnormal ? size : 0u) * 0x1p24f;
+  const float raised =
+      units + static_cast<float>(static_cast<std::int32_t>(random >> 19)) * 0x1p-13f;
+  // CPUs convert signed integers faster.
+  const auto whole = static_cast<std::uint32_t>(static_cast<std::int32_t>(raised));
+  std::uint32_t bits = subnormal ? whole : normal;
+  bits = bits < 0x7bffu ? bits : 0x7bffu;
+  bits = size < kInfinityBits ? bits : 0x7c00u;
+  return static_cast<std::uint16_t>(size > kInfinityBits ? 0x7e00u : sign | bits);
 }
 
 // True if a value between two neighbours is rounded up. Uses the high 23 of the random bits; the

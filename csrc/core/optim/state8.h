@@ -10,11 +10,11 @@
 //   |m - decoded|             <= A * (y / 127 + 1 / 64516)
 //   |sqrt(v) - its decoded|   <= sqrt(A) * (z / 255 + 1 / 260100), or sqrt(A) / 65025 if z < 1/255
 //
-// plus some ulps, if rounded to nearest. Steps round second moments stochastically instead
-// (core/optim/rounding.h), because they change by less than half a unit per step; then sqrt(v) is
-// off by at most sqrt(A) * (2 z / 255 + 1 / 65025). A second moment above zero never becomes zero,
-// because steps are divided by its root. If A is subnormal, the block becomes zero. If a value is
-// not finite, A is NaN, and so is every decoded element.
+// plus some ulps, if rounded to nearest. Steps round stochastically instead (core/optim/rounding.h),
+// because moments change by less than half a unit per step; then m is off by at most
+// A * (2 y / 127 + 1 / 16129), and sqrt(v) by at most sqrt(A) * (2 z / 255 + 1 / 65025). A second
+// moment above zero never becomes zero, because steps are divided by its root. If A is subnormal, the
+// block becomes zero. If a value is not finite, A is NaN, and so is every decoded element.
 //
 // 8 + 32 / 256 bits per element. There is no lookup table: every processor computes the same bits.
 #pragma once
@@ -53,9 +53,24 @@ PYCOMM_HD std::uint8_t encode_signed(float value, float inverse) {
   return static_cast<std::uint8_t>(value < 0.0f ? -q : q);
 }
 
+// The fraction of the largest value that q, of a first moment, stands for.
+PYCOMM_HD float signed_share_of(std::int32_t q) {
+  const float root = static_cast<float>(q) * (1.0f / 127.0f);
+  return root * (root < 0.0f ? -root : root);
+}
+
+// Rounds stochastically, so that the expectation of the decoded value is the value.
+PYCOMM_HD std::uint8_t encode_signed(float value, float inverse, std::uint32_t random) {
+  const float share = bit_cast<float>(magnitude(value)) * inverse;
+  const auto root = static_cast<std::int32_t>(std::sqrt(share) * 127.0f);
+  const std::int32_t below = root < 126 ? root : 126;
+  const std::int32_t q =
+      below + rounds_up(share, signed_share_of(below), signed_share_of(below + 1), random);
+  return static_cast<std::uint8_t>(value < 0.0f ? -q : q);
+}
+
 PYCOMM_HD float decode_signed(std::uint8_t code, float largest) {
-  const float q = static_cast<float>(static_cast<std::int8_t>(code)) * (1.0f / 127.0f);
-  return q * (q < 0.0f ? -q : q) * largest;
+  return signed_share_of(static_cast<std::int8_t>(code)) * largest;
 }
 
 PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse) {
@@ -64,8 +79,8 @@ PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse) {
   return static_cast<std::uint8_t>(value > 0.0f && q < 1 ? 1 : q);
 }
 
-// The fraction of the largest value that q stands for.
-PYCOMM_HD float share_of(std::int32_t q) {
+// The fraction of the largest value that q, of a second moment, stands for.
+PYCOMM_HD float unsigned_share_of(std::int32_t q) {
   const float root = static_cast<float>(q) * (1.0f / 255.0f);
   return (root * root) * (root * root);
 }
@@ -75,12 +90,13 @@ PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse, std::uint32_t
   const float share = value * inverse;
   const auto root = static_cast<std::int32_t>(std::sqrt(std::sqrt(share)) * 255.0f);
   const std::int32_t below = root < 254 ? root : 254;
-  const std::int32_t q = below + rounds_up(share, share_of(below), share_of(below + 1), random);
+  const std::int32_t q =
+      below + rounds_up(share, unsigned_share_of(below), unsigned_share_of(below + 1), random);
   return static_cast<std::uint8_t>(value > 0.0f && q < 1 ? 1 : q);
 }
 
 PYCOMM_HD float decode_unsigned(std::uint8_t code, float largest) {
-  return share_of(code) * largest;
+  return unsigned_share_of(code) * largest;
 }
 
 }  // namespace pycomm

@@ -17,33 +17,30 @@ struct Names<Rule> {
 };
 
 // A row.
-//   kSquares  states after the first are averages of squares.
 //   Elements  the element updates that the settings choose from; choice() returns the index of the
 //             chosen one.
+// A rule's first state is a first moment, which may be negative; the others are second moments, which
+// are not. Formats narrower than fp32 depend on this.
 struct AdamWRule {
   static constexpr Rule kRule = Rule::adamw;
-  static constexpr bool kSquares = true;
   using Elements = TypeList<AdamW<false>, AdamW<true>>;
   static int choice(const Settings& settings) { return settings.amsgrad ? 1 : 0; }
 };
 
 struct SgdRule {
   static constexpr Rule kRule = Rule::sgd;
-  static constexpr bool kSquares = false;
   using Elements = TypeList<Sgd<false>, Sgd<true>>;
   static int choice(const Settings& settings) { return settings.momentum != 0.0 ? 1 : 0; }
 };
 
 struct LionRule {
   static constexpr Rule kRule = Rule::lion;
-  static constexpr bool kSquares = false;
   using Elements = TypeList<Lion>;
   static int choice(const Settings&) { return 0; }
 };
 
 struct LambRule {
   static constexpr Rule kRule = Rule::lamb;
-  static constexpr bool kSquares = true;
   using Elements = TypeList<Lamb>;
   static int choice(const Settings&) { return 0; }
 };
@@ -51,10 +48,6 @@ struct LambRule {
 template <class... Rows>
 struct RuleTable {
   static constexpr int kCount = sizeof...(Rows);
-
-  static constexpr bool squares(Rule rule) {
-    return ((Rows::kRule == rule && Rows::kSquares) || ...);
-  }
 
   // The index of the element update that the settings select, among those of their rule.
   static int choice(const Settings& settings) {

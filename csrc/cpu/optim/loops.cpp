@@ -29,18 +29,36 @@ PYCOMM_CLONES void square_all(const Half* from, std::int64_t n, float* to) {
   for (std::int64_t i = 0; i < n; ++i) to[i] = load_root(from[i].bits);
 }
 
-PYCOMM_CLONES void root_all(const float* from, std::int64_t n, const MixedBits& given, Half* to) {
-  const MixedBits random = given;
-#pragma omp simd
-  for (std::int64_t i = 0; i < n; ++i) to[i] = store_root(from[i], random(i));
+// A number of 16 bits.
+template <class T, Role role>
+PYCOMM_HD T round_at_random(float value, std::uint32_t bits) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return {float_to_bfloat16(value, rounding_bits(role, bits))};
+  } else if constexpr (role == Role::second_moment) {
+    return store_root(value, rounding_bits(role, bits));
+  } else {
+    return {float_to_half(value, rounding_bits(role, bits))};
+  }
 }
 
-PYCOMM_CLONES void narrow_at_random(const float* from, std::int64_t n, const MixedBits& given,
-                                    int shift, std::uint16_t* to) {
-  const MixedBits random = given;
+template <class T, Role role>
+PYCOMM_CLONES void narrow_at_random(const float* from, std::int64_t n, const std::uint32_t* random,
+                                    T* to) {
 #pragma omp simd
-  for (std::int64_t i = 0; i < n; ++i) {
-    to[i] = float_to_bfloat16(from[i], static_cast<std::uint16_t>(random(i) >> shift));
+  for (std::int64_t i = 0; i < n; ++i) to[i] = round_at_random<T, role>(from[i], random[i]);
+}
+
+// Without random bits: to nearest.
+template <class T>
+void narrow_as(Role role, const float* from, std::int64_t n, const std::uint32_t* random, T* to) {
+  if (random == nullptr) return narrow(from, n, to);
+  switch (role) {
+    case Role::weight:
+      return narrow_at_random<T, Role::weight>(from, n, random, to);
+    case Role::first_moment:
+      return narrow_at_random<T, Role::first_moment>(from, n, random, to);
+    case Role::second_moment:
+      return narrow_at_random<T, Role::second_moment>(from, n, random, to);
   }
 }
 
@@ -65,7 +83,7 @@ PYCOMM_CLONES void split_off(const float* from, std::int64_t n, std::uint16_t* h
   for (std::int64_t i = 0; i < n; ++i) hi[i] = split(from[i]).hi;
 }
 
-template <bool squares>
+template <Role role>
 PYCOMM_CLONES void decode(const std::uint8_t* from, const float* largest, std::int64_t n,
                           float* to) {
   for (std::int64_t start = 0; start < n; start += kStateBlock) {
@@ -73,15 +91,22 @@ PYCOMM_CLONES void decode(const std::uint8_t* from, const float* largest, std::i
     const float scale = largest[start / kStateBlock];
 #pragma omp simd
     for (std::int64_t i = start; i < end; ++i) {
-      to[i] = squares ? decode_unsigned(from[i], scale) : decode_signed(from[i], scale);
+      to[i] = role == Role::second_moment ? decode_unsigned(from[i], scale)
+                                          : decode_signed(from[i], scale);
     }
   }
 }
 
-template <bool squares, bool at_random>
-PYCOMM_CLONES void encode(const float* from, std::int64_t n, const MixedBits* given,
+// With an element's random bits, or to nearest without.
+template <Role role, class... Bits>
+PYCOMM_HD std::uint8_t encode_one(float value, float inverse, Bits... bits) {
+  return role == Role::second_moment ? encode_unsigned(value, inverse, rounding_bits(role, bits)...)
+                                     : encode_signed(value, inverse, rounding_bits(role, bits)...);
+}
+
+template <Role role, bool at_random>
+PYCOMM_CLONES void encode(const float* from, std::int64_t n, const std::uint32_t* random,
                           std::uint8_t* to, float* largest) {
-  [[maybe_unused]] const MixedBits random = at_random ? *given : MixedBits();
   for (std::int64_t start = 0; start < n; start += kStateBlock) {
     const std::int64_t end = std::min(start + kStateBlock, n);
     std::uint32_t most = 0;
@@ -96,13 +121,19 @@ PYCOMM_CLONES void encode(const float* from, std::int64_t n, const MixedBits* gi
 #pragma omp simd
     for (std::int64_t i = start; i < end; ++i) {
       if constexpr (at_random) {
-        to[i] = encode_unsigned(from[i], scale.inverse, random(i));
+        to[i] = encode_one<role>(from[i], scale.inverse, random[i]);
       } else {
-        to[i] = squares ? encode_unsigned(from[i], scale.inverse)
-                        : encode_signed(from[i], scale.inverse);
+        to[i] = encode_one<role>(from[i], scale.inverse);
       }
     }
   }
+}
+
+template <Role role>
+void encode_as(const float* from, std::int64_t n, const std::uint32_t* random, std::uint8_t* to,
+               float* largest) {
+  random != nullptr ? encode<role, true>(from, n, random, to, largest)
+                    : encode<role, false>(from, n, nullptr, to, largest);
 }
 
 // Accessors for a chunk's weights and gradients, one per format.
@@ -145,11 +176,11 @@ struct SplitWeights {
   }
 };
 
-// A second moment in its stored format. Rounds to bf16 with the high half of the random bits.
-template <class State>
-PYCOMM_HD State store_square(float value, const MixedBits& random, std::int64_t place) {
+// A state in its stored format.
+template <class State, Role role>
+PYCOMM_HD State store_state(float value, const MixedBits& random, std::int64_t place) {
   if constexpr (std::is_same_v<State, BFloat16>) {
-    return {float_to_bfloat16(value, static_cast<std::uint16_t>(random(place) >> 16))};
+    return round_at_random<State, role>(value, random(place));
   } else {
     return store<State>(value);
   }
@@ -173,9 +204,9 @@ PYCOMM_CLONES void update_loop(const Element& given, const ChunkView& chunk) {
     if constexpr (n_states > 2) third = load(c[i]);
     element(weights.gradient(i) * scale, weight, first, second, third);
     weights.set(i, weight);
-    if constexpr (n_states > 0) a[i] = store<State>(first);
-    if constexpr (n_states > 1) b[i] = store_square<State>(second, random, i);
-    if constexpr (n_states > 2) c[i] = store_square<State>(third, random, i);
+    if constexpr (n_states > 0) a[i] = store_state<State, Role::first_moment>(first, random, i);
+    if constexpr (n_states > 1) b[i] = store_state<State, Role::second_moment>(second, random, i);
+    if constexpr (n_states > 2) c[i] = store_state<State, Role::second_moment>(third, random, i);
   }
 }
 
@@ -207,7 +238,7 @@ float* load_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, float
       return reinterpret_cast<float*>(numbers.data) + at;
     case Storage::f16: {
       const auto* from = reinterpret_cast<const Half*>(numbers.data) + at;
-      numbers.squares ? square_all(from, n, buffer) : widen(from, n, buffer);
+      numbers.role == Role::second_moment ? square_all(from, n, buffer) : widen(from, n, buffer);
       break;
     }
     case Storage::bf16:
@@ -220,34 +251,32 @@ float* load_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, float
     case Storage::code8: {
       const auto* codes = reinterpret_cast<const std::uint8_t*>(numbers.data) + at;
       const float* largest = numbers.largest + at / kStateBlock;
-      numbers.squares ? decode<true>(codes, largest, n, buffer)
-                      : decode<false>(codes, largest, n, buffer);
+      numbers.role == Role::second_moment ? decode<Role::second_moment>(codes, largest, n, buffer)
+                                          : decode<Role::first_moment>(codes, largest, n, buffer);
       break;
     }
   }
   return buffer;
 }
 
+PYCOMM_CLONES void draw(const MixedBits& given, std::int64_t n, std::uint32_t* to) {
+  const MixedBits random = given;
+#pragma omp simd
+  for (std::int64_t i = 0; i < n; ++i) to[i] = random(i);
+}
+
 void store_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, const float* values,
-                 const MixedBits* random) {
+                 const std::uint32_t* random) {
   switch (numbers.storage) {
     case Storage::none:
     case Storage::f32:
       break;  // updated in place
-    case Storage::f16: {
-      auto* to = reinterpret_cast<Half*>(numbers.data) + at;
-      numbers.squares ? root_all(values, n, *random, to) : narrow(values, n, to);
+    case Storage::f16:
+      narrow_as(numbers.role, values, n, random, reinterpret_cast<Half*>(numbers.data) + at);
       break;
-    }
-    case Storage::bf16: {
-      auto* to = reinterpret_cast<std::uint16_t*>(numbers.data) + at;
-      if (random != nullptr) {
-        narrow_at_random(values, n, *random, numbers.squares ? 16 : 0, to);
-      } else {
-        narrow(values, n, reinterpret_cast<BFloat16*>(to));
-      }
+    case Storage::bf16:
+      narrow_as(numbers.role, values, n, random, reinterpret_cast<BFloat16*>(numbers.data) + at);
       break;
-    }
     case Storage::remainder:
       split_all(values, n, numbers.bfloat16 + at,
                 reinterpret_cast<std::uint16_t*>(numbers.data) + at);
@@ -255,13 +284,9 @@ void store_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, const 
     case Storage::code8: {
       auto* codes = reinterpret_cast<std::uint8_t*>(numbers.data) + at;
       float* largest = numbers.largest + at / kStateBlock;
-      if (!numbers.squares) {
-        encode<false, false>(values, n, nullptr, codes, largest);
-      } else if (random == nullptr) {
-        encode<true, false>(values, n, nullptr, codes, largest);
-      } else {
-        encode<true, true>(values, n, random, codes, largest);
-      }
+      numbers.role == Role::second_moment
+          ? encode_as<Role::second_moment>(values, n, random, codes, largest)
+          : encode_as<Role::first_moment>(values, n, random, codes, largest);
       break;
     }
   }

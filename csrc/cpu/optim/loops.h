@@ -16,7 +16,7 @@ static_assert(kChunk % kStateBlock == 0 && kChunk == kMixedRun);
 // An array of numbers in memory.
 struct Numbers {
   Storage storage = Storage::none;
-  bool squares = false;  // second moments: never below zero
+  Role role = Role::weight;  // gradients: as weights
   std::byte* data = nullptr;
   float* largest = nullptr;           // code8: scales, one per block
   std::uint16_t* bfloat16 = nullptr;  // remainder: the bf16 halves
@@ -26,10 +26,13 @@ struct Numbers {
 // numbers themselves.
 float* load_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, float* buffer);
 
-// Stores values that load_chunk() returned. `random` rounds bf16 and second moments. Null rounds to
-// nearest, which only conversions use for second moments.
+// The random bits of a chunk's elements.
+void draw(const MixedBits& random, std::int64_t n, std::uint32_t* to);
+
+// Stores values that load_chunk() returned. The random bits round bf16 weights and states. Null rounds
+// to nearest, which only conversions use for states.
 void store_chunk(const Numbers& numbers, std::int64_t at, std::int64_t n, const float* values,
-                 const MixedBits* random);
+                 const std::uint32_t* random);
 
 // Copies fp32 weights to the parameter. Rounds to bf16 with ties away from zero, like split(), so
 // that a model trains to the same bits with fp32 weights and with remainders.

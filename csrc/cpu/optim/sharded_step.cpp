@@ -136,8 +136,8 @@ std::int64_t ShardUpdate::measure() {
     Average average(*this, s);
     for (std::int64_t c = first; c < last; ++c) {
       const std::int64_t at = c * kChunk, n = std::min(kChunk, part.count - at);
-      const Numbers gradients{part.grad_storage, false, const_cast<std::byte*>(average(at, n)),
-                              nullptr, nullptr};
+      const Numbers gradients{part.grad_storage, Role::weight,
+                              const_cast<std::byte*>(average(at, n)), nullptr, nullptr};
       put_sum(kGradients, s, c, square_sum(gradients, 0, n));
     }
   });

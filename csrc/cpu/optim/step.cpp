@@ -9,7 +9,7 @@ namespace {
 
 // The sum of squares of a segment's gradients in one chunk.
 double square_sum(const Segment& segment, std::int64_t chunk) {
-  const Numbers grad{segment.grad_storage, false,
+  const Numbers grad{segment.grad_storage, Role::weight,
                      static_cast<std::byte*>(const_cast<void*>(segment.grad)), nullptr, nullptr};
   const std::int64_t at = chunk * kChunk;
   return square_sum(grad, at, std::min(kChunk, segment.count - at));

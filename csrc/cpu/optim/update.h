@@ -53,19 +53,22 @@ class Reader {
  public:
   Reader(const Settings& settings, const Segment& segment, float scale)
       : settings_(settings), segment_(segment), scale_(scale) {
-    grad_ = {segment.grad_storage, false, bytes(const_cast<void*>(segment.grad)), nullptr, nullptr};
-    param_ = {segment.param_storage, false, bytes(segment.param), nullptr, nullptr};
+    grad_ = {segment.grad_storage, Role::weight, bytes(const_cast<void*>(segment.grad)), nullptr,
+             nullptr};
+    param_ = {segment.param_storage, Role::weight, bytes(segment.param), nullptr, nullptr};
     weight_ = param_;
     if (segment.master_storage != Storage::none) {
-      weight_ = {segment.master_storage, false, bytes(segment.master), nullptr,
+      weight_ = {segment.master_storage, Role::weight, bytes(segment.master), nullptr,
                  static_cast<std::uint16_t*>(segment.param)};
     }
     for (int s = 0; s < kMostStates; ++s) {
-      state_[s] = {segment.state_storage[s], Rules::squares(settings.rule) && s > 0,
+      state_[s] = {segment.state_storage[s], s == 0 ? Role::first_moment : Role::second_moment,
                    bytes(segment.state[s]), segment.largest[s], nullptr};
     }
     weights_at_random_ = settings.stochastic && weight_.storage == Storage::bf16;
-    squares_at_random_ = Rules::squares(settings.rule) && state_[1].storage != Storage::f32;
+    states_at_random_ = std::any_of(state_, state_ + kMostStates, [](const Numbers& state) {
+      return size_of(state.storage) == 1 || size_of(state.storage) == 2;
+    });
     if (grad_.storage == Storage::bf16) {
       if (weight_.storage == Storage::remainder) in_place_ = Weights::split;
       if (weight_.storage == Storage::bf16 && !weights_at_random_) in_place_ = Weights::bf16;
@@ -79,12 +82,16 @@ class Reader {
   // A chunk for update_chunk().
   ChunkView load(std::int64_t at, double step) {
     ChunkView chunk = make(at);
-    if (weights_at_random_ || squares_at_random_) {
+    if (weights_at_random_ || states_at_random_) {
       chunk.random = MixedBits({settings_.seed, static_cast<std::uint32_t>(step),
                                 static_cast<std::uint32_t>(segment_.stream)},
                                segment_.first + at);
     }
     chunk.weights = in_place_;
+    // Loops that work in place make the bits as they go.
+    if (weights_at_random_ || (states_at_random_ && !states_in_place_)) {
+      draw(chunk.random, chunk.n, random_);
+    }
     if (in_place_ == Weights::fp32) {
       load_weights(at, chunk);
     } else {
@@ -113,12 +120,11 @@ class Reader {
   void store(std::int64_t at, const ChunkView& chunk) {
     if (in_place_ == Weights::fp32) {
       const auto* p = static_cast<const float*>(chunk.p);
-      store_chunk(weight_, at, chunk.n, p, weights_at_random_ ? &chunk.random : nullptr);
+      store_chunk(weight_, at, chunk.n, p, weights_at_random_ ? random_ : nullptr);
       if (weight_.storage == Storage::f32) store_beside(param_, at, chunk.n, p);
     }
     for (int s = 0; s < kMostStates && !states_in_place_; ++s) {
-      store_chunk(state_[s], at, chunk.n, static_cast<const float*>(chunk.state[s]),
-                  state_[s].squares ? &chunk.random : nullptr);
+      store_chunk(state_[s], at, chunk.n, static_cast<const float*>(chunk.state[s]), random_);
     }
   }
 
@@ -172,9 +178,10 @@ class Reader {
   float scale_;
   Numbers grad_, param_, weight_, state_[kMostStates];
   std::byte* gradients_ = nullptr;
-  bool weights_at_random_, squares_at_random_, states_in_place_;
+  bool weights_at_random_, states_at_random_, states_in_place_;
   Weights in_place_ = Weights::fp32;
   float g_[kChunk], p_[kChunk], s_[kMostStates][kChunk];
+  std::uint32_t random_[kChunk];
 };
 
 // Updates chunks [first, last) of a segment. Calls before(reader, at, n) and after(at, n) for each of

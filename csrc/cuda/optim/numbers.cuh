@@ -56,19 +56,26 @@ __device__ inline bool takes_quads(const void* data, Storage storage) {
   return storage == Storage::none || reinterpret_cast<std::uintptr_t>(data) % unit == 0;
 }
 
+// The role of a state.
+__device__ inline Role role_of(int number) {
+  return number > 0 ? Role::second_moment : Role::first_moment;
+}
+
 // Random bits of a run's elements.
 struct Dice {
   MixedBits bits;
   int begin = 0;         // of the run, among the runs that share a random key
   bool weights = false;  // true: weights are rounded at random; false: to nearest
 
-  __device__ std::uint32_t operator()(int i) const { return bits(begin + offset(i)); }
+  __device__ std::uint32_t operator()(Role role, int i) const {
+    return rounding_bits(role, bits(begin + offset(i)));
+  }
   __device__ BFloat16 weight(float value, int i) const {
     if (!weights) return store<BFloat16>(value);
-    return {float_to_bfloat16(value, static_cast<std::uint16_t>((*this)(i)))};
+    return {float_to_bfloat16(value, (*this)(Role::weight, i))};
   }
-  __device__ BFloat16 square(float value, int i) const {
-    return {float_to_bfloat16(value, static_cast<std::uint16_t>((*this)(i) >> 16))};
+  __device__ BFloat16 state(int number, float value, int i) const {
+    return {float_to_bfloat16(value, (*this)(role_of(number), i))};
   }
 };
 
@@ -140,8 +147,7 @@ struct MasterWeights {  // fp32 beside bf16
   }
 };
 
-// States of one storage. State 0 holds first moments, all others hold second moments. kRandom is true
-// if second moments are rounded at random.
+// States of one storage. kRandom is true if they are rounded at random.
 template <class T>
 struct PlainState {
   static constexpr bool kRandom = std::is_same_v<T, BFloat16>;
@@ -153,7 +159,7 @@ struct PlainState {
   __device__ float value(int, int i) const { return pycomm::load(values[i]); }
   __device__ void set(int number, int i, float value, const Dice& dice) {
     if constexpr (kRandom) {
-      values[i] = number > 0 ? dice.square(value, i) : pycomm::store<T>(value);
+      values[i] = dice.state(number, value, i);
     } else {
       values[i] = pycomm::store<T>(value);
     }
@@ -171,7 +177,9 @@ __device__ inline float decode(int number, std::uint8_t code, float largest) {
 __device__ inline std::uint8_t encode(int number, float value, float inverse, const Dice& dice,
                                       int i) {
   if (inverse == 0.0f) return 0;
-  return number > 0 ? encode_unsigned(value, inverse, dice(i)) : encode_signed(value, inverse);
+  const std::uint32_t random = dice(role_of(number), i);
+  return number > 0 ? encode_unsigned(value, inverse, random)
+                    : encode_signed(value, inverse, random);
 }
 
 // The scale of a block's first `left` values.
@@ -361,9 +369,14 @@ struct AnyState {
       store_as<std::uint8_t>(
           data, at, left, [&](int i) { return encode(number, values[i], scale.inverse, dice, i); });
     } else if (storage == Storage::f16 && number > 0) {
-      store_as<Half>(data, at, left, [&](int i) { return store_root(values[i], dice(i)); });
-    } else if (storage == Storage::bf16 && number > 0) {
-      store_as<BFloat16>(data, at, left, [&](int i) { return dice.square(values[i], i); });
+      store_as<Half>(data, at, left,
+                     [&](int i) { return store_root(values[i], dice(Role::second_moment, i)); });
+    } else if (storage == Storage::f16) {
+      store_as<Half>(data, at, left, [&](int i) {
+        return Half{float_to_half(values[i], dice(Role::first_moment, i))};
+      });
+    } else if (storage == Storage::bf16) {
+      store_as<BFloat16>(data, at, left, [&](int i) { return dice.state(number, values[i], i); });
     } else {
       store_floats(storage, values, data, at, left);
     }

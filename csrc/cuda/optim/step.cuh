@@ -33,7 +33,7 @@ struct SegmentCursor {
   float scale;  // of gradients
   Form weights;
   Storage states;  // of all states; unused for Form::any
-  bool random;     // true if second moments or weights are rounded at random
+  bool random;     // true if states or weights are rounded at random
   bool weights_at_random;
 };
 
@@ -66,6 +66,13 @@ __device__ inline bool same_states(const Segment& s, int states) {
   return true;
 }
 
+__device__ inline bool narrow_states(const Segment& s, int states) {
+  for (int i = 0; i < states; ++i) {
+    if (s.state_storage[i] != Storage::f32) return true;
+  }
+  return false;
+}
+
 // Called by one thread once the segment is loaded.
 __device__ inline void look_around(SegmentCursor& cursor, int states, bool stochastic) {
   const Segment& segment = cursor.segment;
@@ -75,8 +82,7 @@ __device__ inline void look_around(SegmentCursor& cursor, int states, bool stoch
   cursor.states = segment.state_storage[0];
   const bool bare = segment.master_storage == Storage::none;
   cursor.weights_at_random = stochastic && bare && segment.param_storage == Storage::bf16;
-  cursor.random =
-      cursor.weights_at_random || (states > 1 && segment.state_storage[1] != Storage::f32);
+  cursor.random = cursor.weights_at_random || narrow_states(segment, states);
 }
 
 // A run of `left` elements, whose gradients lie at `grads`.
@@ -91,7 +97,7 @@ __device__ void update_run(const SegmentCursor& cursor, const Element& element, 
 #pragma unroll
   for (int s = 0; s < n_states; ++s) states[s].load(segment, s, at, left);
   Dice dice;
-  if ((Weights::kRandom || (n_states > 1 && State::kRandom)) && cursor.random) {
+  if ((Weights::kRandom || (n_states > 0 && State::kRandom)) && cursor.random) {
     const Random random{seed, static_cast<std::uint32_t>(cursor.step),
                         static_cast<std::uint32_t>(segment.stream)};
     dice = {MixedBits(random, segment.first + at), static_cast<int>(at % kMixedRun),

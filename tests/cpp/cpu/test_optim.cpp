@@ -74,8 +74,8 @@ void every_number_survives_the_split() {
     std::uint16_t hi[cpu::kChunk], lo[cpu::kChunk];
     const auto first = static_cast<std::uint32_t>(piece * cpu::kChunk);
     for (std::uint32_t i = 0; i < cpu::kChunk; ++i) values[i] = bit_cast<float>(first + i);
-    const cpu::Numbers numbers{Storage::remainder, false, reinterpret_cast<std::byte*>(lo), nullptr,
-                               hi};
+    const cpu::Numbers numbers{Storage::remainder, Role::weight, reinterpret_cast<std::byte*>(lo),
+                               nullptr, hi};
     cpu::store_chunk(numbers, 0, cpu::kChunk, values, nullptr);
     cpu::load_chunk(numbers, 0, cpu::kChunk, joined);
     wrong += wrong_splits(first, cpu::kChunk, hi, joined);
@@ -104,8 +104,8 @@ void no_finite_number_becomes_nan() {
     std::uint16_t hi[cpu::kChunk], lo[cpu::kChunk];
     float joined[cpu::kChunk];
     std::fill(hi, hi + cpu::kChunk, high);
-    const cpu::Numbers numbers{Storage::remainder, false, reinterpret_cast<std::byte*>(lo), nullptr,
-                               hi};
+    const cpu::Numbers numbers{Storage::remainder, Role::weight, reinterpret_cast<std::byte*>(lo),
+                               nullptr, hi};
     for (std::uint32_t first = 0; first < 1u << 16; first += cpu::kChunk) {
       for (std::uint32_t i = 0; i < cpu::kChunk; ++i) lo[i] = static_cast<std::uint16_t>(first + i);
       cpu::load_chunk(numbers, 0, cpu::kChunk, joined);
@@ -125,7 +125,7 @@ void check_fair(double value, double below, double above, const Store& store) {
   for (const double share : {distance - kClose, distance + kClose, 0.25, 0.75}) {
     if (share < 0.0 || share >= 1.0 || std::fabs(share - distance) < kClose / 2) continue;
     const double made = store(static_cast<std::uint32_t>(share * 0x1p32));
-    PYCOMM_CHECK(std::fabs(made - (distance > share ? above : below)) <= 1e-5 * made,
+    PYCOMM_CHECK(std::fabs(made - (distance > share ? above : below)) <= 1e-5 * std::fabs(made),
                  text(value) + " with bits " + text(share) + " becomes " + text(made));
   }
 }
@@ -162,6 +162,49 @@ void roots_in_half() {
   }
 }
 
+// Every number in fp16 is its own rounding for any random bits. All other values become a neighbour.
+void halves_at_random() {
+  for (const std::uint32_t random : kDice) {
+    for (std::uint32_t bits = 0; bits <= 0xffffu; ++bits) {
+      const float value = half_to_float(static_cast<std::uint16_t>(bits));
+      const std::uint32_t want = value == value ? bits : 0x7e00u;
+      PYCOMM_CHECK(float_to_half(value, random) == want, "half " + std::to_string(bits));
+    }
+    PYCOMM_CHECK(float_to_half(kLargest, random) == 0x7bffu, "finite stays finite");
+    PYCOMM_CHECK(float_to_half(-65535.0f, random) == 0xfbffu, "finite stays finite");
+  }
+  for (std::int64_t bits = 1; bits < 0x477fe000; bits += 997 * kEvery) {
+    const float size = bit_cast<float>(static_cast<std::uint32_t>(bits));
+    const double unit = std::ldexp(1.0, std::max(std::ilogb(size), -14) - 10);
+    const double below = std::floor(size / unit) * unit, above = below + unit;
+    for (const float sign : {1.0f, -1.0f}) {
+      check_fair(sign * size, sign * below, sign * above, [&](std::uint32_t random) {
+        return half_to_float(float_to_half(sign * size, random));
+      });
+    }
+  }
+}
+
+// The high 16 bits for one role say nothing of the bits for another.
+void roles_are_independent() {
+  const auto high = [](Role role, std::uint32_t bits) { return rounding_bits(role, bits) >> 16; };
+  const Role roles[] = {Role::weight, Role::first_moment, Role::second_moment};
+  for (const Role one : roles) {
+    for (const Role other : roles) {
+      if (one == other) continue;
+      // Words with bits of their own in one half and the same in the other, for which `one` is 0x1234.
+      std::vector<bool> seen(0x10000);
+      for (std::uint32_t free = 0; free < 0x10000u; ++free) {
+        for (const std::uint32_t bits :
+             {free << 16 | 0x1234u, 0x12340000u | free, (free ^ 0x1234u) << 16 | free}) {
+          if (high(one, bits) == 0x1234u) seen[high(other, bits)] = true;
+        }
+      }
+      PYCOMM_CHECK(std::count(seen.begin(), seen.end(), true) == 0x10000, "roles depend");
+    }
+  }
+}
+
 const float kMagnitudes[] = {kSmallest, 1e-30f, 0.7f, 1.0f, 3.14159f, 1e30f, 0x1p126f, kLargest};
 
 // Encoding a decoded code gives the code, for any magnitude. Larger codes stand for larger numbers.
@@ -177,6 +220,8 @@ void codes_are_fixed_points() {
       const bool exact = std::fabs(value) >= kSmallest || q == 0;
       PYCOMM_CHECK(!exact || encode_signed(value, scale.inverse) == code,
                    "code " + std::to_string(q) + " of " + text(largest));
+      PYCOMM_CHECK(!exact || encode_signed(value, scale.inverse, 1u << 31) == code,
+                   "at random, code " + std::to_string(q) + " of " + text(largest));
       PYCOMM_CHECK(value > last || (!exact && value >= last), "codes must rise");
       last = value;
     }
@@ -222,6 +267,12 @@ void errors_of_codes() {
                            static_cast<double>(either);
         PYCOMM_CHECK(std::fabs(off) <= most * (y / 127 + 1.0 / 64516) * (1 + kRounding) + 1.5e-45,
                      "first moment " + text(share) + " of " + text(largest));
+        const double q = std::min(std::floor(y * 127), 126.0), sign = either < 0.0f ? -1.0 : 1.0;
+        if (value < 1e-30f) continue;
+        check_fair(either, sign * most * std::pow(q / 127, 2),
+                   sign * most * std::pow((q + 1) / 127, 2), [&](std::uint32_t random) {
+                     return decode_signed(encode_signed(either, scale.inverse, random), largest);
+                   });
       }
       const std::uint8_t code = encode_unsigned(value, scale.inverse);
       const double off = std::sqrt(static_cast<double>(decode_unsigned(code, largest))) -
@@ -281,8 +332,8 @@ void sums() {
 // Sums of squares are infinite or NaN if and only if an element is.
 void sums_of_squares_tell_what_is_finite() {
   std::vector<float> values(cpu::kChunk, kLargest);
-  const cpu::Numbers numbers{Storage::f32, false, reinterpret_cast<std::byte*>(values.data()),
-                             nullptr, nullptr};
+  const cpu::Numbers numbers{Storage::f32, Role::weight,
+                             reinterpret_cast<std::byte*>(values.data()), nullptr, nullptr};
   PYCOMM_CHECK(std::isfinite(cpu::square_sum(numbers, 0, cpu::kChunk) * 1e18), "finite");
   for (const float bad : {std::numeric_limits<float>::infinity(), bit_cast<float>(0xffc00000u)}) {
     for (std::size_t i = 0; i < values.size(); ++i) {
@@ -305,6 +356,8 @@ int main() {
       {"every number survives the split", every_number_survives_the_split},
       {"no finite number becomes NaN", no_finite_number_becomes_nan},
       {"roots in half", roots_in_half},
+      {"halves at random", halves_at_random},
+      {"roles are independent", roles_are_independent},
       {"codes are fixed points", codes_are_fixed_points},
       {"scales", scales},
       {"errors of codes", errors_of_codes},

@@ -59,8 +59,8 @@ void threads_change_nothing() {
       if (form.grad == Storage::f32) {
         reinterpret_cast<float*>(tensors[p].grad.data())[where] = bad;
       } else {
-        cpu::store_chunk({form.grad, false, tensors[p].grad.data(), nullptr, nullptr}, where, 1,
-                         &bad, nullptr);
+        cpu::store_chunk({form.grad, Role::weight, tensors[p].grad.data(), nullptr, nullptr}, where,
+                         1, &bad, nullptr);
       }
       const std::vector<Parameter> before = tensors;
       float scale = 4.0f, found = 0.0f;

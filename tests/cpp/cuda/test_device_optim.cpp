@@ -51,18 +51,16 @@ Bytes numbers(Storage storage, std::int64_t n, bool positive, bool specials, Dic
 // Segments and the memory that they point to.
 class Parameters {
  public:
-  Parameters(const std::vector<Form>& forms, const Settings& settings, int states, bool specials,
-             unsigned seed)
+  Parameters(const std::vector<Form>& forms, int states, bool specials, unsigned seed)
       : forms_(forms), states_(states) {
     Dice random(seed);
-    const bool squares = Rules::squares(settings.rule);
     for (const Form& form : forms) {
       put(numbers(form.param, form.count, false, specials, random));
       put(numbers(form.grad, form.count, false, specials, random));
       put(numbers(form.master, form.count, false, specials, random));
       for (int s = 0; s < kMostStates; ++s) {
         const Storage storage = s < states ? form.states : Storage::none;
-        put(numbers(storage, form.count, squares && s > 0, specials, random));
+        put(numbers(storage, form.count, s > 0, specials, random));
         const std::int64_t blocks = storage == Storage::code8 ? (form.count + 255) / 256 : 0;
         put(numbers(Storage::f32, blocks, true, specials, random));
       }
@@ -165,7 +163,7 @@ struct Optimizer {
 std::vector<Optimizer> optimizers() {
   std::vector<Optimizer> made;
   for (const Rule rule : {Rule::adamw, Rule::sgd, Rule::lion, Rule::lamb}) {
-    const int states = Rules::squares(rule) ? 2 : 1;
+    const int states = rule == Rule::adamw || rule == Rule::lamb ? 2 : 1;
     made.push_back({settings_of(rule), states});
     made.push_back(made.back());
     Settings& other = made.back().settings;
@@ -216,7 +214,7 @@ void compare(const std::vector<Form>& forms, const Optimizer& optimizer, bool sp
              unsigned seed) {
   Settings settings = optimizer.settings;
   settings.stochastic = seed % 2 == 1;
-  Parameters want(forms, settings, optimizer.states, specials, seed), got = want;
+  Parameters want(forms, optimizer.states, specials, seed), got = want;
   Scalars scalars;
   OnDevice on_device(got.segments());
   const float lr = 0.0078125f;  // overrides the settings' rate
@@ -247,7 +245,7 @@ void steps(const std::vector<Form>& forms) {
 
 void skips() {
   const Settings settings = settings_of(Rule::lamb);
-  Parameters before(common_forms(), settings, 2, false, 1), after = before;
+  Parameters before(common_forms(), 2, false, 1), after = before;
   const OnDevice on_device(after.segments());
   for (const float found : {1.0f, 2.0f, std::nanf("")}) {
     Scalars scalars;
@@ -264,7 +262,7 @@ void rates() {
   for (const bool on_host : {false, true}) {
     Settings settings = settings_of(Rule::adamw);
     settings.lr = lr;
-    Parameters want(common_forms(), settings, 2, false, 2), got = want;
+    Parameters want(common_forms(), 2, false, 2), got = want;
     const auto count = static_cast<std::int64_t>(common_forms().size());
     cpu::step(settings, want.segments(), {}, serial);
     const OnDevice on_device(got.segments());
@@ -278,7 +276,6 @@ void rates() {
 // infinities.
 void grad_norms() {
   Dice random(5);
-  const Settings settings = settings_of(Rule::sgd);
   for (int turn = 0; turn < 8; ++turn) {
     std::vector<Form> forms;
     const int segments = turn == 0 ? 2 : turn == 1 ? 1100 : 40;
@@ -290,7 +287,7 @@ void grad_norms() {
       forms.push_back({s % 7 == 0 ? 0 : count, Storage::f32, floats[random() % 3], Storage::none,
                        Storage::none, static_cast<int>(random() % 2)});
     }
-    Parameters parameters(forms, settings, 0, turn % 4 == 3, static_cast<unsigned>(turn));
+    Parameters parameters(forms, 0, turn % 4 == 3, static_cast<unsigned>(turn));
     Scalars want, got;
     want.found = got.found = turn % 5 == 4 ? 1.0f : 0.0f;
     const double max_norm = turn % 2 == 0 ? 1.0 : 1e6;
@@ -322,7 +319,7 @@ void tables() {
       small.count = 40;
       forms.resize(900, small);
     }
-    Parameters want(forms, settings, 2, false, turn), got = want;
+    Parameters want(forms, 2, false, turn), got = want;
     const auto count = static_cast<std::int64_t>(forms.size());
     for (int again = 0; again < 2; ++again) {
       std::vector<Segment> segments = got.segments();

@@ -97,7 +97,7 @@ inline Bytes random_numbers(Dice& dice, Storage storage, std::int64_t n) {
   Bytes made(bytes_of(storage, n));
   for (std::int64_t i = 0; i < n; ++i) {
     const float value = std::ldexp(normal(dice), static_cast<int>(dice() % 8) - 6);
-    const cpu::Numbers numbers{storage, false, made.data(), nullptr, nullptr};
+    const cpu::Numbers numbers{storage, Role::weight, made.data(), nullptr, nullptr};
     if (storage == Storage::f32) {
       reinterpret_cast<float*>(made.data())[i] = value;
     } else {

@@ -136,7 +136,7 @@ class ShardedModel {
     if (plan_.form.grad == Storage::f32) {
       reinterpret_cast<float*>(grad(r, p))[i] = value;
     } else {
-      cpu::store_chunk({plan_.form.grad, false, grad(r, p), nullptr, nullptr}, i, 1, &value,
+      cpu::store_chunk({plan_.form.grad, Role::weight, grad(r, p), nullptr, nullptr}, i, 1, &value,
                        nullptr);
     }
     average_all();
