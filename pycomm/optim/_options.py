@@ -12,9 +12,6 @@ from pycomm.optim import _storage
 
 Group = dict[str, Any]
 
-# Types that need no further check that they have memory of their own.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
 
 class Options(TypedDict, total=False):
     """Options that every fused optimizer accepts besides its own arguments.
@@ -183,7 +180,8 @@ def check_options(group: Group, has_squares: bool) -> None:
 
 def usable_grad(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Checks a gradient; returns it, copied if necessary to the parameter's element order."""
-    if type(param) not in _PLAIN or type(grad) not in _PLAIN:  # either may have been exchanged
+    plain = _storage.PLAIN
+    if type(param) not in plain or type(grad) not in plain:  # either may have been exchanged
         check_plain(optimizer, param)
         check_plain(optimizer, grad)
     if grad.layout != torch.strided:
