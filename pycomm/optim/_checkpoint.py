@@ -9,6 +9,7 @@ import torch
 
 from pycomm._inputs import host
 from pycomm._inputs.arguments import check_rank
+from pycomm._inputs.tensors import is_dtensor, local
 from pycomm._training.shards import Part, part_of
 from pycomm.optim import _storage
 from pycomm.optim._storage import BLOCK, MASTER, REMAINDER, State
@@ -51,7 +52,7 @@ class Adopted:
         names: tuple[str, ...],
     ) -> None:
         self.param = param
-        own = _storage.local(param)
+        own = local(param)
         dtype = _storage.wanted_dtype(param, group["states"])
         self._states = group["states"]
         self._state: State = {}
@@ -82,7 +83,7 @@ class Adopted:
         """
         flat = _storage.buffers_for(self.param, self._states, buffers)
         part = part_of(self.param)
-        param = _storage.local(self.param) if part is None else part.own
+        param = local(self.param) if part is None else part.own
         for name, tensor in self._state.items():
             if name == "step":
                 continue
@@ -91,7 +92,7 @@ class Adopted:
                 place = zeros_for(buffers if name in _WEIGHTS else flat, param, name, own.dtype)
                 self._state[name] = place.copy_(own)
         if self._weights is not None:
-            whole = _storage.local(self.param)
+            whole = local(self.param)
             _storage.write_weights(whole, self._state, self._weights, part)
         return self._state
 
@@ -133,11 +134,11 @@ def complete(
 
 
 def _for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[str]) -> State:
-    if not _storage.is_dtensor(param):
+    if not is_dtensor(param):
         return for_torch(param, state, names)
     from pycomm.optim import _dtensor
 
-    own = for_torch(_storage.local(param), _dtensor.local_state(state), names)
+    own = for_torch(local(param), _dtensor.local_state(state), names)
     return _dtensor.wrapped(param, own, state)
 
 

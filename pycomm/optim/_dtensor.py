@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pycomm._inputs.tensors import local
 from pycomm._runtime.torch_private import local_tensor
 from pycomm.optim import _options, _storage
 from pycomm.optim._executors import OnCpu, OnCuda, Step, executor, is_capturing
@@ -194,7 +195,7 @@ def own_saved(param: Any, saved: Mapping[str, Any], names: Iterable[str]) -> Sta
 
 def local_state(state: Mapping[str, Any]) -> State:
     """A state with local tensors instead of DTensors."""
-    return {name: _storage.local(value) for name, value in state.items()}
+    return {name: local(value) for name, value in state.items()}
 
 
 def wrapped(param: Any, state: Mapping[str, Any], before: Mapping[str, Any]) -> State:
@@ -207,7 +208,7 @@ def wrapped(param: Any, state: Mapping[str, Any], before: Mapping[str, Any]) -> 
     """
     made: State = {}
     for name, value in state.items():
-        if name in before and _storage.local(before[name]) is value:
+        if name in before and local(before[name]) is value:
             made[name] = before[name]
         elif name == "step" or name.endswith((CODE, SCALE)):
             made[name] = value

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from pycomm._inputs.tensors import local
 from pycomm.optim._executors import is_capturing
-from pycomm.optim._storage import MASTER, REMAINDER, is_rounded, local
+from pycomm.optim._storage import MASTER, REMAINDER, is_rounded
 
 
 class Edits:

@@ -11,6 +11,7 @@ import torch
 
 from pycomm import _C
 from pycomm._inputs import host
+from pycomm._inputs.tensors import is_dtensor, local
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.optimizers import register
 from pycomm._training.shards import part_of
@@ -170,7 +171,7 @@ class FusedOptimizer(DividedOptimizer):
 
     def _place(self, param: torch.Tensor) -> int:
         """Where a DTensor's random bits begin."""
-        if not _storage.is_dtensor(param):
+        if not is_dtensor(param):
             return 0
         from pycomm.optim import _dtensor
 
@@ -210,7 +211,7 @@ class FusedOptimizer(DividedOptimizer):
 
     def _own_gradient(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a DTensor's gradient; another gradient itself."""
-        if not (self._has_dtensors and _storage.is_dtensor(param)):
+        if not (self._has_dtensors and is_dtensor(param)):
             return grad
         from pycomm.optim import _dtensor
 
@@ -239,7 +240,7 @@ class FusedOptimizer(DividedOptimizer):
             return row, grad
         part = part_of(param)
         if part is None or not part.is_divided(param):
-            grad = _options.usable_grad(type(self).__name__, _storage.local(param), grad)
+            grad = _options.usable_grad(type(self).__name__, local(param), grad)
         self._take_assigned(param, group)
         if len(state) == 0:
             self._init_state(param, group)

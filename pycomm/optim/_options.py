@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from pycomm._inputs.tensors import PLAIN
 from pycomm._runtime.torch_private import is_traceable_wrapper_subclass
 from pycomm.optim import _storage
 
@@ -180,8 +181,7 @@ def check_options(group: Group, has_squares: bool) -> None:
 
 def usable_grad(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Checks a gradient; returns it, copied if necessary to the parameter's element order."""
-    plain = _storage.PLAIN
-    if type(param) not in plain or type(grad) not in plain:  # either may have been exchanged
+    if type(param) not in PLAIN or type(grad) not in PLAIN:  # either may have been exchanged
         check_plain(optimizer, param)
         check_plain(optimizer, grad)
     if grad.layout != torch.strided:

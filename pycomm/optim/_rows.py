@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pycomm._inputs.tensors import local
 from pycomm._training.shards import Shards, divisions, part_of
 from pycomm.optim import _storage
 from pycomm.optim._options import Group
@@ -58,17 +59,17 @@ class Row:
         if part is not None:
             own_grad, first = part.gradient(param, grad), part.first
         dtype = _storage.wanted_dtype(param, group["states"])
-        own = _storage.local(self.own)
+        own = local(self.own)
         self.words = array(
             "q", _storage.segment(own, own_grad, state, names, group, stream, dtype, first)
         )
         if part is not None:
             self.words.append(param.numel())
-        self._key = _key(_storage.local(param), grad, state, group, names, stream)
+        self._key = _key(local(param), grad, state, group, names, stream)
 
     def is_of(self, param: torch.Tensor, grad: torch.Tensor, *rest: Any) -> bool:
         """True if the row still describes these arguments of the constructor."""
-        return self._key == _key(_storage.local(param), grad, *rest)
+        return self._key == _key(local(param), grad, *rest)
 
     def add_to(self, table: array[int]) -> None:
         """Adds the row's words for this step."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pycomm._inputs.tensors import is_dtensor
 from pycomm._runtime.torch_private import wrapper_tensor
 from pycomm._training.shards import Part, part_of
 from pycomm.optim import _storage
@@ -259,11 +260,11 @@ def adopted(
     if any(isinstance(value, TensorPart) for value in saved.values()):
         return AdoptedParts(param, group, saved, names)
     saved = checked(param, saved, names)
-    if _storage.is_dtensor(param):
+    if is_dtensor(param):
         from pycomm.optim import _dtensor
 
         return Adopted(param, group, _dtensor.own_saved(param, saved, names), names)
-    divided = [name for name, value in saved.items() if _storage.is_dtensor(value)]
+    divided = [name for name, value in saved.items() if is_dtensor(value)]
     if divided:
         raise ValueError(
             f"{divided[0]} is a DTensor, but its parameter of shape {tuple(param.shape)} is not: "

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from pycomm._inputs.tensors import is_dtensor, local
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.shards import Part, Shards, divisions, part_of
 from pycomm.optim import _checkpoint, _executors, _options, _sharded_checkpoint, _storage
@@ -85,12 +86,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         _options.check_groups(type(self).__name__, self.param_groups)
         for param in group["params"]:
             self._check_param(param)
-            self._has_dtensors = self._has_dtensors or _storage.is_dtensor(param)
+            self._has_dtensors = self._has_dtensors or is_dtensor(param)
         self._check_options(group)
         _options.check_remainder(group)
 
     def _check_param(self, param: torch.Tensor) -> None:
-        if not _storage.is_dtensor(param):
+        if not is_dtensor(param):
             _options.check_param(type(self).__name__, param)
             return
         from pycomm.optim import _dtensor
@@ -122,8 +123,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             return param.detach()
         own = self._own(param)
         self._edits.take(own, state)
-        weights = _storage.joined(_storage.local(own), state)
-        if _storage.is_dtensor(param):
+        weights = _storage.joined(local(own), state)
+        if is_dtensor(param):
             from pycomm.optim import _dtensor
 
             return _dtensor.wrap(param, weights)
@@ -138,11 +139,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
             weights: fp32, of the parameter's shape; for a DTensor also a DTensor on its mesh.
         """
         part = self._held.get(param)
-        if _storage.is_dtensor(param):
+        if is_dtensor(param):
             from pycomm.optim import _dtensor
 
             weights = _dtensor.own_elements(param, "weights", weights)
-        _storage.write_weights(_storage.local(param), self._own_state(param), weights, part)
+        _storage.write_weights(local(param), self._own_state(param), weights, part)
         if part is None or not part.in_pieces:
             self._edits.note([self._own(param)])
 
@@ -207,7 +208,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         from pycomm.optim import _dtensor
 
         for number, param in enumerate(self._params()):
-            if number in states and _storage.is_dtensor(param):
+            if number in states and is_dtensor(param):
                 states[number] = _dtensor.to_save(param, states[number])
 
     @not_compiled
@@ -305,9 +306,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _own_state(self, param: torch.Tensor) -> State:
         """A parameter's state; of a DTensor, a dictionary with the state of its local tensor."""
         state: State = self.state.get(param, {})
-        if not _storage.is_dtensor(param):
+        if not is_dtensor(param):
             return state
-        return {name: _storage.local(value) for name, value in state.items()}
+        return {name: local(value) for name, value in state.items()}
 
     def _put_state(
         self, param: torch.Tensor, state: State, before: Mapping[str, Any] | None = None
@@ -316,7 +317,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         DTensors of the state `before` stay if their local tensors are in `state`.
         """
-        if _storage.is_dtensor(param):
+        if is_dtensor(param):
             from pycomm.optim import _dtensor
 
             state = _dtensor.wrapped(param, state, before or {})
@@ -329,13 +330,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         before = state
         if state:
             names, dtype = self._state_names(group), _storage.wanted_dtype(param, group["states"])
-            if _storage.is_dtensor(param):
+            if is_dtensor(param):
                 from pycomm.optim import _dtensor
 
                 state = _dtensor.own_assigned(param, state, names)
-            _storage.take_assigned(
-                _storage.local(param), state, names, dtype, self._held.get(param)
-            )
+            _storage.take_assigned(local(param), state, names, dtype, self._held.get(param))
             self._put_state(param, state, before)
 
     def _follow(self, param: torch.Tensor, group: Group, names: tuple[str, ...]) -> None:
@@ -354,7 +353,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._edits.forget(param)
             state = _checkpoint.gathered(held, param, state)
         self._edits.take(param, state)
-        state = _checkpoint.checked(_storage.local(param), state, names)
+        state = _checkpoint.checked(local(param), state, names)
         adopted = _checkpoint.Adopted(param, group, state, names)
         self._put_state(param, adopted.settle(self._buffers))
         self._hold(param)
@@ -385,7 +384,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             )
         self._hold(param)
         self._new.append(param)
-        own = _storage.local(self._own(param))
+        own = local(self._own(param))
         state: State = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
         dtype = _storage.wanted_dtype(param, group["states"])
         buffers = _storage.buffers_for(param, group["states"], self._buffers)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from pycomm import _C
-from pycomm._runtime.torch_private import local_tensor
 from pycomm._training.parameters import dense_strides
 from pycomm._training.shards import Part
 from pycomm.optim.flat import Buffers, zeros_for
@@ -26,8 +24,6 @@ SCALE = "_absmax"  # ends the names of scales
 CODE = "_code"  # ends the names of 8-bit states
 ROOT = "_root"  # ends the names of second moments in fp16
 FORMS = ("", ROOT, CODE)  # a state is stored under one of these names
-# Types that need no further check that they have memory of their own.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 # enum class Storage of csrc/core/optim/optimizer.h.
@@ -36,19 +32,6 @@ _MASTER_KINDS = {
     "fp32": (MASTER, 1 << 16, torch.float32, (torch.float16, torch.bfloat16)),
     "remainder": (REMAINDER, 4 << 16, torch.int16, (torch.bfloat16,)),
 }
-
-
-def is_dtensor(tensor: object) -> bool:
-    """True for a DTensor. Does not import DTensor, because this takes seconds."""
-    if type(tensor) in PLAIN:
-        return False
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(tensor, kind)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a DTensor; another tensor itself."""
-    return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def scale_name(name: str) -> str:
