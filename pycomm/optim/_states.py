@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from pycomm._inputs import host
 from pycomm._inputs.tensors import is_dtensor, local
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.shards import Part, Shards, divisions, part_of
@@ -180,13 +181,29 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         It has the keys of ``get_optimizer_state_dict``; pass it to ``set_optimizer_state_dict``
         after loading. With sharded states, each rank saves and loads only its part, and all ranks
-        must call this. An optimizer without states first takes a step that changes nothing.
+        must call this. Parameters that have had no gradient yet, as those of unused experts, get
+        the states that their first step would make.
 
         Args:
             model: the model, or its wrapper, that has this optimizer's parameters.
         """
+        self._check_shared()
         self._complete_exchanges()
+        self._make_missing_states()
         return _sharded_checkpoint.by_name(model, self, self._state_dict, self._held)
+
+    @host.makes_lasting
+    @torch.no_grad()
+    def _make_missing_states(self) -> None:
+        """Makes the states of parameters that have had no gradient yet.
+
+        torch.distributed.checkpoint loads what is in both the file and the optimizer. torch makes
+        missing states only if an optimizer has none at all.
+        """
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and not self.state.get(param):
+                    self._init_state(param, group)
 
     def _state_dict(self) -> dict[str, Any]:
         """Torch's state_dict, with sharded states in parts."""
