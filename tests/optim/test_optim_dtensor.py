@@ -509,6 +509,20 @@ def test_states_are_dtensors():
     run(3, kinds_of_states)
 
 
+def names_of_states():
+    net, optimizer = sharded(ROUNDED[0])
+    take_steps(net, optimizer, range(1))
+    return {name: [*optimizer.state[param]] for name, param in net.named_parameters()}
+
+
+def test_all_ranks_store_a_parameter_in_the_same_form():
+    """Although shards have fewer than 4,096 elements where whole parameters have more."""
+    (expected,) = run(1, names_of_states)
+    assert "exp_avg_code" in expected["vector"]
+    assert "exp_avg_code" not in expected["row"]
+    assert run(3, names_of_states) == [expected] * 3
+
+
 def save(case, folder):
     """Three steps, a checkpoint, and two more steps."""
     net, optimizer = sharded(case)
@@ -542,6 +556,15 @@ def test_resuming_on_other_ranks(case, tmp_path):
                 same(got, went_on[0])
             else:
                 close(parameters_of(got), parameters_of(went_on[0]), 0.02)
+
+
+def test_resuming_in_another_form(tmp_path):
+    """8-bit states and remainders become fp32 ones, and the other way round."""
+    forms = ROUNDED[0], Case("adamw", {"amsgrad": True}, BF16, None, "fp32")
+    for number, (before, after) in enumerate((forms, forms[::-1])):
+        (expected, *_) = run(2, save, before, tmp_path / str(number))
+        for got in run(3, resume, after, tmp_path / str(number)):
+            close(parameters_of(got), parameters_of(expected), 0.02)
 
 
 FULL = StateDictOptions(full_state_dict=True)
