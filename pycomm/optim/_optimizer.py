@@ -110,7 +110,7 @@ class FusedOptimizer(DividedOptimizer):
             return
         params = [row.param for row in rows]
         device = _options.one_device(type(self).__name__, params or self._params())
-        shards = one_division(type(self).__name__, rows)
+        shards = one_division(type(self).__name__, rows, self._has_dtensors)
         self.in_step = shards is not None and shards.replicates
         if self._replicate(shards):
             tables, rows, grads = self._tables()

@@ -103,8 +103,13 @@ def _place(value: object) -> int:
     return value.data_ptr() if isinstance(value, torch.Tensor) else id(value)
 
 
-def one_division(optimizer: str, rows: Iterable[Row]) -> Shards | None:
-    """The shards of all rows' parameters; None if they are not sharded.
+def one_division(optimizer: str, rows: Iterable[Row], has_dtensors: bool) -> Shards | None:
+    """The shards of all rows' parameters; None if no wrapper shards them.
+
+    Args:
+        optimizer: the optimizer's name.
+        rows: the rows.
+        has_dtensors: True if DTensors are among its parameters, with gradients or without.
 
     Raises:
         ValueError: some are sharded otherwise, or not at all.
@@ -115,4 +120,10 @@ def one_division(optimizer: str, rows: Iterable[Row]) -> Shards | None:
             f"{optimizer} takes parameters of one wrapper if they are sharded, got others, too: "
             "make an optimizer for each"
         )
-    return found.pop() if found else None
+    shards = found.pop() if found else None
+    if shards is not None and has_dtensors:
+        raise ValueError(
+            f"{optimizer} takes parameters of one wrapper if they are sharded, got DTensors, too: "
+            "make an optimizer for each"
+        )
+    return shards

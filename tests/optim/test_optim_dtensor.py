@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import pycomm
 from pycomm import optim
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -369,6 +370,11 @@ def measured(shape, placements, plain):
 def test_norm_of_the_whole_gradients(layout, plain):
     shape, placements = LAYOUTS[layout]
     norms = run(math.prod(shape), measured, shape, placements, plain)
+    assert all(golden.same_bits(norm, norms[0]) for norm in norms)
+
+
+def test_norm_on_the_backend_pycomm():
+    norms = backends.run(4, on_pycomm, measured, *LAYOUTS["hybrid"], True)
     assert all(golden.same_bits(norm, norms[0]) for norm in norms)
 
 
@@ -710,6 +716,19 @@ def refused():
 
 def test_refusals():
     run(2, refused)
+
+
+def beside_a_wrapper(group):
+    model = pycomm.DataParallel(nn.Linear(4, 4), shard="optimizer", group=group)
+    param = nn.Parameter(distribute_tensor(torch.ones(4), line(), [Shard(0)]))
+    optimizer = optim.FusedSGD([*model.parameters(), param], lr=1.0)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"takes parameters of one wrapper .* got DTensors, too"):
+        optimizer.step()
+
+
+def test_dtensors_beside_a_sharding_wrapper():
+    helpers.run_group(2, beside_a_wrapper)
 
 
 def test_dtensor_is_not_imported_without_one():
