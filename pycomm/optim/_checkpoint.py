@@ -208,7 +208,6 @@ def checked(
     for name in _ALWAYS:
         if name not in names and _storage.place_in(saved, name) in saved:
             raise ValueError(f"a state of the checkpoint has {name}: of another kind of optimizer")
-    _check_forms(saved, names)
     for name in names if saved else ():
         place = _storage.place_in(saved, name)
         if name in _ALWAYS and place not in saved:
@@ -241,6 +240,7 @@ def checked(
         raise ValueError(
             f"the checkpoint has remainders of bfloat16 parameters, got one of {param.dtype}"
         )
+    _check_forms(saved, names)
     return saved
 
 
