@@ -205,6 +205,12 @@ def checked(
     Raises:
         ValueError: it is of another kind of optimizer or parameter.
     """
+    missing = [name for name, value in saved.items() if isinstance(value, dict)]
+    if missing:  # torch puts an empty dictionary in its place
+        raise ValueError(
+            f"the checkpoint must have {missing[0]} if it is flattened, because torch then loads "
+            "only names that are in optimizer.state: leave out flatten_optimizer_state_dict=True"
+        )
     for name in _ALWAYS:
         if name not in names and _storage.place_in(saved, name) in saved:
             raise ValueError(f"a state of the checkpoint has {name}: of another kind of optimizer")

@@ -25,7 +25,7 @@ from pycomm.optim._executors import OnCpu, OnCuda, Step, executor, is_capturing
 from pycomm.optim._rows import Row
 from pycomm.optim._storage import CODE, MASTER, REMAINDER, ROOT, SCALE, State
 
-# A shard's first element has this place among a parameter's random bits, times the shard's number.
+# The random bits of shard i of a parameter begin at i times this place.
 _SHARD_PLACES = 1 << 40
 
 
@@ -74,7 +74,7 @@ def division_of(param: torch.Tensor) -> Division | None:
 
 
 def place_of(param: torch.Tensor) -> int:
-    """Where the random bits of a DTensor's local tensor begin: copies of a shard need the same."""
+    """Where the random bits of a parameter's local tensor begin; copies of a shard get the same."""
     division = division_of(param)
     return 0 if division is None else division.shard() * _SHARD_PLACES
 
@@ -167,7 +167,11 @@ def own_elements(param: Any, name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def own_assigned(param: Any, state: Mapping[str, Any], names: Iterable[str]) -> State:
-    """A DTensor's state with local tensors, where a program may have assigned some of `names`."""
+    """The state of a DTensor's local tensor, if a program may have assigned some of `names`.
+
+    Raises:
+        ValueError: an assigned state has another shape or mesh than the parameter.
+    """
     own = local_state(state)
     for name in names:
         if name in state and isinstance(state[name], torch.Tensor):
@@ -176,7 +180,7 @@ def own_assigned(param: Any, state: Mapping[str, Any], names: Iterable[str]) -> 
 
 
 def own_saved(param: Any, saved: Mapping[str, Any], names: Iterable[str]) -> State:
-    """A DTensor's saved state, checked before, with local tensors.
+    """The state of a DTensor's local tensor, of a saved one that has been checked.
 
     8-bit states of an unsharded optimizer become fp32, because shards have other blocks.
     """
@@ -194,17 +198,17 @@ def own_saved(param: Any, saved: Mapping[str, Any], names: Iterable[str]) -> Sta
 
 
 def local_state(state: Mapping[str, Any]) -> State:
-    """A state with local tensors instead of DTensors."""
+    """A state in which local tensors replace DTensors."""
     return {name: local(value) for name, value in state.items()}
 
 
 def wrapped(param: Any, state: Mapping[str, Any], before: Mapping[str, Any]) -> State:
-    """A DTensor's state as DTensors.
+    """A DTensor's state, of DTensors where its form allows that.
 
     Args:
         param: the parameter.
         state: the state of its local tensor.
-        before: DTensors of which those that have not changed are taken.
+        before: the state until now. Its DTensors stay if their local tensors are in `state`.
     """
     made: State = {}
     for name, value in state.items():
@@ -256,7 +260,7 @@ def to_save(param: Any, state: Mapping[str, Any]) -> State:
 
 # Norms.
 
-# The gradients of parameters that ranks divide in one way, as integers; None: not divided.
+# Rows by the division of their parameters; None for parameters that are not divided.
 Divided: TypeAlias = "dict[Division | None, array[int]]"
 
 

@@ -620,6 +620,32 @@ def test_checkpoints_of_all_elements(case):
             close(parameters_of(third), parameters_of(went_on), 0.02)
 
 
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def flattened(case):
+    net, optimizer = sharded(case)
+    take_steps(net, optimizer, range(2))
+    saved = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=FLAT))
+    other, fresh = sharded(case)
+    if case.states == "8bit":
+        with pytest.raises(ValueError, match="must have exp_avg_code if it is flattened"):
+            set_optimizer_state_dict(other, fresh, saved, options=FLAT)
+        return
+    set_optimizer_state_dict(other, fresh, saved, options=FLAT)
+    with torch.no_grad():
+        for mine, theirs in zip(other.parameters(), net.parameters(), strict=True):
+            mine.copy_(theirs)
+    for pair in ((net, optimizer), (other, fresh)):
+        take_steps(*pair, range(2, 3))
+    same(everything(other, fresh), everything(net, optimizer))
+
+
+@pytest.mark.parametrize("case", [EXACT[0], EXACT[2], ROUNDED[0]], ids=str)
+def test_flattened_checkpoints(case):
+    run(2, flattened, case)
+
+
 def without_gradient(folder):
     """A parameter that has had none is saved and loaded, too, by sharded_state_dict()."""
     net, optimizer = sharded(EXACT[0])
