@@ -694,6 +694,21 @@ def test_torchs_checkpoints():
             assert torch.allclose(got, right, rtol=1e-5, atol=1e-6)
 
 
+def reported():
+    net, optimizer = sharded(ROUNDED[0])
+    take_steps(net, optimizer, range(1))
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+    report = pycomm.memory_report(net, optimizer)
+    held = report.bytes["states"] + report.bytes["master weights"]
+    return held, sum(value.nbytes for value in local)
+
+
+def test_memory_report_counts_local_tensors():
+    for held, expected in run(2, reported):
+        assert held == expected
+
+
 # What is refused.
 
 
