@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from pycomm._inputs.tensors import local
 from pycomm._training.flat import home_of, place_of
 from pycomm._training.shards import Shards, part_of
 from pycomm._training.spanning_shards import SpanningShards
@@ -253,7 +254,7 @@ class _Storages:
 
     def add(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of the tensors' storages that have not been counted yet."""
-        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in map(local, tensors)}
         new = storages.keys() - self._seen
         self._seen |= new
         return sum(storages[address].untyped_storage().nbytes() for address in new)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch.autograd import forward_ad
 
 from pycomm._inputs.dtypes import check_dtype
-from pycomm._runtime.torch_private import internal_overlap
+from pycomm._runtime.torch_private import internal_overlap, local_tensor
+
+# Types that need no further check that they have memory of their own.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def check_memory(argument: str, tensor: torch.Tensor) -> None:
@@ -50,6 +55,19 @@ def check_tensor(argument: str, tensor: torch.Tensor) -> None:
     check_memory(argument, tensor)
     check_dtype(argument, tensor.dtype)
     check_no_gradient(argument, tensor)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """True for a DTensor. Does not import DTensor, because this takes seconds."""
+    if type(tensor) in PLAIN:
+        return False
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a DTensor; another tensor itself."""
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def needs_gradient(tensor: torch.Tensor) -> bool:

@@ -43,6 +43,7 @@ __all__ = [
     "internal_overlap",
     "is_traceable_wrapper_subclass",
     "keep_device_busy",
+    "local_tensor",
     "new_nccl",
     "no_dispatch",
     "no_torch_function",
@@ -172,6 +173,21 @@ def symmetric_handle(memory: torch.Tensor, process_group: Any) -> Any:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     return symmetric_memory.rendezvous(memory, process_group)
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """This rank's elements of a DTensor.
+
+    ``to_local()`` would make a view of a parameter's in every call. If a collective still fills the
+    elements, the result waits for it.
+    """
+    local = tensor._local_tensor
+    elements: torch.Tensor = local if type(local) is torch.Tensor else _complete(local)
+    return elements
+
+
+def _complete(local: Any) -> Any:
+    return local.wait() if hasattr(local, "wait") else local
 
 
 def wrapper_tensor(kind: type[T], shape: Sequence[int], like: torch.Tensor) -> T:

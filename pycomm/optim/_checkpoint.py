@@ -9,6 +9,7 @@ import torch
 
 from pycomm._inputs import host
 from pycomm._inputs.arguments import check_rank
+from pycomm._inputs.tensors import is_dtensor, local
 from pycomm._training.shards import Part, part_of
 from pycomm.optim import _storage
 from pycomm.optim._storage import BLOCK, MASTER, REMAINDER, State
@@ -36,7 +37,7 @@ class Adopted:
     Args:
         param: the parameter.
         group: its group.
-        saved: its state. No tensor of it is kept.
+        saved: its state, of a DTensor that of its local tensor. No tensor of it is kept.
         names: the states that the optimizer needs.
 
     Raises:
@@ -51,6 +52,8 @@ class Adopted:
         names: tuple[str, ...],
     ) -> None:
         self.param = param
+        own = local(param)
+        dtype = _storage.wanted_dtype(param, group["states"])
         self._states = group["states"]
         self._state: State = {}
         self._weights: torch.Tensor | None = None
@@ -61,17 +64,17 @@ class Adopted:
         step = saved.get("step", group.get("step", float(started)))
         self._state["step"] = torch.tensor(float(step), dtype=torch.float32, device=param.device)
         for name in names:
-            self._state.update(_adopt_state(param, group, saved, name))
+            self._state.update(_adopt_state(own, dtype, saved, name))
         master = _storage.master_beside(param, group["master_weights"])
         if master == "remainder" and REMAINDER in saved:
-            self._state[REMAINDER] = _like(param, saved[REMAINDER])
+            self._state[REMAINDER] = _like(own, saved[REMAINDER])
             return
         if master is not None:
-            self._state.update(_storage.make_master(param, master))
+            self._state.update(_storage.make_master(own, master))
         elif param.dtype != torch.float32:
             return  # the group asks for rounded weights only
         if _storage.holds_weights(saved):
-            self._weights = _storage.joined(param, saved).clone()
+            self._weights = _storage.joined(own, saved).clone()
 
     def settle(self, buffers: Buffers) -> State:
         """The state; for a flattened parameter, in views of the optimizer's buffers.
@@ -80,7 +83,7 @@ class Adopted:
         """
         flat = _storage.buffers_for(self.param, self._states, buffers)
         part = part_of(self.param)
-        param = self.param if part is None else part.own
+        param = local(self.param) if part is None else part.own
         for name, tensor in self._state.items():
             if name == "step":
                 continue
@@ -89,7 +92,8 @@ class Adopted:
                 place = zeros_for(buffers if name in _WEIGHTS else flat, param, name, own.dtype)
                 self._state[name] = place.copy_(own)
         if self._weights is not None:
-            _storage.write_weights(self.param, self._state, self._weights, part)
+            whole = local(self.param)
+            _storage.write_weights(whole, self._state, self._weights, part)
         return self._state
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -122,11 +126,20 @@ def complete(
             if part is not None:
                 whole = gathered(part, param, whole, to)
             if whole is not None and names is not None:
-                whole = for_torch(param, whole, names)
+                whole = _for_torch(param, whole, names)
             if whole is not None:
                 states[number] = whole
             else:
                 state_dict[ELSEWHERE] = to
+
+
+def _for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[str]) -> State:
+    if not is_dtensor(param):
+        return for_torch(param, state, names)
+    from pycomm.optim import _dtensor
+
+    own = for_torch(local(param), _dtensor.local_state(state), names)
+    return _dtensor.wrapped(param, own, state)
 
 
 def for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[str]) -> State:
@@ -192,6 +205,12 @@ def checked(
     Raises:
         ValueError: it is of another kind of optimizer or parameter.
     """
+    missing = [name for name, value in saved.items() if isinstance(value, dict)]
+    if missing:  # torch puts an empty dictionary in its place
+        raise ValueError(
+            f"the checkpoint must have {missing[0]} if it is flattened, because torch then loads "
+            "only names that are in optimizer.state: leave out flatten_optimizer_state_dict=True"
+        )
     for name in _ALWAYS:
         if name not in names and _storage.place_in(saved, name) in saved:
             raise ValueError(f"a state of the checkpoint has {name}: of another kind of optimizer")
@@ -227,7 +246,24 @@ def checked(
         raise ValueError(
             f"the checkpoint has remainders of bfloat16 parameters, got one of {param.dtype}"
         )
+    _check_forms(saved, names)
     return saved
+
+
+def _check_forms(saved: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Raises ValueError for a state in two forms, of which one is not the checkpoint's.
+
+    torch.distributed.checkpoint makes such states if the checkpoint and the optimizer have names
+    that differ: it adds the checkpoint's to the optimizer's.
+    """
+    forms = [[name + end for end in _storage.FORMS] for name in names]
+    for places in (*forms, [MASTER, REMAINDER]):
+        found = [place for place in places if saved.get(place) is not None]
+        if len(found) > 1:
+            raise ValueError(
+                f"the checkpoint must have one form of each state, got {' and '.join(found)}: save "
+                "it with state_dict(format='torch'), or load it with load_state_dict()"
+            )
 
 
 def _check_shape(name: str, stored: torch.Tensor, param: torch.Tensor) -> None:
@@ -246,9 +282,8 @@ def _check_scales(name: str, saved: Mapping[str, Any], param: torch.Tensor) -> N
 
 
 def _adopt_state(
-    param: torch.Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], name: str
+    param: torch.Tensor, dtype: torch.dtype, saved: Mapping[str, Any], name: str
 ) -> State:
-    dtype = _storage.wanted_dtype(param, group["states"])
     place = _storage.place_in(saved, name)
     stored = saved.get(place)
     if stored is None:

@@ -24,7 +24,9 @@ class Step(NamedTuple):
 
     Attributes:
         settings: those of each table.
-        control: the numbers that it reads and fills in.
+        scale: the factor of scaled gradients, or None.
+        found: set if a gradient is not finite, or None.
+        clip: the factor that clips gradients, or None.
         max_norm: bound of the norm of all gradients together; None for no bound.
         sets_found: look for gradients that are not finite.
         params: the parameters of all tables.
@@ -32,11 +34,22 @@ class Step(NamedTuple):
     """
 
     settings: Sequence[_C.OptimizerSettings]
-    control: Control
+    scale: torch.Tensor | None
+    found: torch.Tensor | None
+    clip: torch.Tensor | None
     max_norm: float | None
     sets_found: bool
     params: Sequence[torch.Tensor]
     grads: Sequence[torch.Tensor]
+
+    @property
+    def control(self) -> Control:
+        """Where the numbers lie; the tensors must live until the step has been enqueued."""
+        scale, found, clip = (
+            0 if number is None else number.data_ptr()
+            for number in (self.scale, self.found, self.clip)
+        )
+        return scale, found, clip
 
     @property
     def bound(self) -> float:
@@ -62,6 +75,11 @@ class OnCpu:
     def rate(self, lr: float | torch.Tensor) -> float:
         """A learning rate for the settings."""
         return float(lr.item() if isinstance(lr, torch.Tensor) else lr)
+
+    def squares(self) -> torch.Tensor:
+        """The sum of the squares of all gradients, as they are."""
+        norm = _C.optimizer_grad_norm(_joined(self._tables), 0, 0, 0, 0.0)
+        return host.tensor(norm * norm, dtype=torch.float64)
 
     def run(self, step: Step) -> torch.Tensor | None:
         """Steps all tables, and fills in what `step.control` points to.
@@ -95,6 +113,8 @@ class OnCuda:
     def hold(self, tables: list[Table]) -> None:
         """Prepares for a step of these tables."""
         self._tables = tables
+        if not tables:
+            return
         size = self._table.set(_joined(tables))
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -107,6 +127,12 @@ class OnCuda:
     def rate(self, lr: float | torch.Tensor) -> float:
         """A learning rate for the settings; one on the device is read there."""
         return rate_for(lr, self._device)
+
+    def squares(self) -> torch.Tensor:
+        """The sum of the squares of all gradients, as they are."""
+        norm = torch.empty((), dtype=torch.float64, device=self._device)
+        self._table.grad_norm(0, 0, 0, 0.0, False, norm.data_ptr())
+        return norm.square()
 
     def run(self, step: Step) -> torch.Tensor | None:
         """See :meth:`OnCpu.run`."""
@@ -183,17 +209,6 @@ def _joined(tables: list[Table]) -> array[int]:
     for _, part in tables:
         words += part
     return words
-
-
-def control_of(
-    scale: torch.Tensor | None, found: torch.Tensor | None, clip: torch.Tensor | None
-) -> Control:
-    """Where the numbers lie; the tensors must live until the step has been enqueued."""
-    return (
-        0 if scale is None else scale.data_ptr(),
-        0 if found is None else found.data_ptr(),
-        0 if clip is None else clip.data_ptr(),
-    )
 
 
 def attribute(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from pycomm import _C
 from pycomm._inputs import host
+from pycomm._inputs.tensors import is_dtensor, local
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.optimizers import register
 from pycomm._training.shards import part_of
@@ -20,6 +21,9 @@ from pycomm.optim._executors import OnCpu, OnCuda, Table
 from pycomm.optim._options import Group, Options
 from pycomm.optim._rows import Row, one_division
 from pycomm.optim._shard_executors import OnCpuShards, OnCudaShards, shard_executor
+
+if TYPE_CHECKING:
+    from pycomm.optim._dtensor import MeshNorms
 
 
 class FusedOptimizer(DividedOptimizer):
@@ -38,6 +42,7 @@ class FusedOptimizer(DividedOptimizer):
 
     _on_cuda: OnCuda | OnCudaShards | None = None
     _found: torch.Tensor | None = None  # a `found_inf` of our own
+    _mesh_norms: MeshNorms | None = None  # with DTensors
 
     _rule: ClassVar[str]  # a key of _C.rules
 
@@ -100,12 +105,12 @@ class FusedOptimizer(DividedOptimizer):
         self._check_shared()
         self._complete_exchanges()
         tables, rows, grads = self._tables()
-        if not rows:
+        if not rows and not self._has_dtensors:
             self._compare_with_others()
             return
         params = [row.param for row in rows]
-        device = _options.one_device(type(self).__name__, params)
-        shards = one_division(type(self).__name__, rows)
+        device = _options.one_device(type(self).__name__, params or self._params())
+        shards = one_division(type(self).__name__, rows, self._has_dtensors)
         self.in_step = shards is not None and shards.replicates
         if self._replicate(shards):
             tables, rows, grads = self._tables()
@@ -133,8 +138,11 @@ class FusedOptimizer(DividedOptimizer):
         if sets_found:
             self.found_inf = self._found = found = steps.scalar()
         clip = None if self.max_norm is None else steps.scalar()
-        control = _executors.control_of(scale, found, clip)
-        step = _executors.Step(settings, control, self.max_norm, sets_found, params, grads)
+        step = _executors.Step(
+            settings, scale, found, clip, self.max_norm, sets_found, params, grads
+        )
+        if self._has_dtensors and step.measures:
+            self.grad_norm, step = self._measure(device, rows, step)
         with contextlib.nullcontext() if self._replicas is None else self._replicas.step():
             norm = steps.run(step)
         if norm is not None:
@@ -145,13 +153,36 @@ class FusedOptimizer(DividedOptimizer):
         self.in_step = False
         self._edits.note(row.own for row in rows if row.holds_weights)
 
+    def _measure(
+        self, device: torch.device, rows: list[Row], step: _executors.Step
+    ) -> tuple[torch.Tensor, _executors.Step]:
+        """Measures the norm of gradients of which some are divided among ranks.
+
+        Returns:
+            The norm, and the step that is left to do.
+        """
+        from pycomm.optim import _dtensor
+
+        if self._mesh_norms is None:
+            self._mesh_norms = _dtensor.MeshNorms()
+        divided = _dtensor.by_division(self._params(), rows)
+        norm = self._mesh_norms.measure(device, divided, step)
+        return norm, step._replace(max_norm=None, sets_found=False)
+
+    def _place(self, param: torch.Tensor) -> int:
+        """Where a DTensor's random bits begin."""
+        if not is_dtensor(param):
+            return 0
+        from pycomm.optim import _dtensor
+
+        return _dtensor.place_of(param)
+
     def _compare_with_others(self) -> None:
         """Takes part in the other ranks' step without a gradient: an error if they have some."""
         if len(self._divisions()) == 1:
             (shards,) = self._divisions()
             steps = shard_executor(shards.arena.device, [], shards, None)
-            control = _executors.control_of(None, None, None)
-            steps.run(_executors.Step([], control, None, False, [], []))
+            steps.run(_executors.Step([], None, None, None, None, False, [], []))
 
     # The tables of a step.
 
@@ -168,7 +199,8 @@ class FusedOptimizer(DividedOptimizer):
             names, table = self._state_names(group), array("q")
             for param in group["params"]:
                 if param.grad is not None:
-                    row, grad = self._row(param, param.grad, group, names, stream)
+                    own = self._own_gradient(param, param.grad)
+                    row, grad = self._row(param, own, group, names, stream)
                     rows.append(row)
                     grads.append(grad)
                     row.add_to(table)
@@ -176,6 +208,14 @@ class FusedOptimizer(DividedOptimizer):
             if table:
                 tables.append((group, table))
         return tables, rows, grads
+
+    def _own_gradient(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a DTensor's gradient; another gradient itself."""
+        if not (self._has_dtensors and is_dtensor(param)):
+            return grad
+        from pycomm.optim import _dtensor
+
+        return _dtensor.own_gradient(type(self).__name__, param, grad)
 
     def _row(
         self,
@@ -190,7 +230,7 @@ class FusedOptimizer(DividedOptimizer):
         The row is that of the last step if nothing has moved since. The gradient is a copy if the
         other one has another order of elements.
         """
-        state, rest = self.state[param], (group, names, stream)
+        state, rest = self._own_state(param), (group, names, stream)
         row = self._rows.get(id(param))
         if row is not None and row.is_of(param, grad, state, *rest):
             if row.part is not None:
@@ -200,18 +240,19 @@ class FusedOptimizer(DividedOptimizer):
             return row, grad
         part = part_of(param)
         if part is None or not part.is_divided(param):
-            grad = _options.usable_grad(type(self).__name__, param, grad)
+            grad = _options.usable_grad(type(self).__name__, local(param), grad)
         self._take_assigned(param, group)
         if len(state) == 0:
-            self._init_state(param, group, state)
+            self._init_state(param, group)
         elif self._held.get(param) is not part:
             self._follow(param, group, names)
         elif _storage.holds_weights(state):
             self._edits.take(self._own(param), state)
+        place = self._place(param)
         try:
-            row = Row(param, grad, self.state[param], *rest)
+            row = Row(param, grad, self._own_state(param), *rest, place)
         except _storage.ChangedError:
             self._follow(param, group, names)
-            row = Row(param, grad, self.state[param], *rest)
+            row = Row(param, grad, self._own_state(param), *rest, place)
         self._rows[id(param)] = row
         return row, grad

@@ -7,13 +7,11 @@ from typing import Any, TypedDict
 
 import torch
 
+from pycomm._inputs.tensors import PLAIN
 from pycomm._runtime.torch_private import is_traceable_wrapper_subclass
 from pycomm.optim import _storage
 
 Group = dict[str, Any]
-
-# Types that need no further check that they have memory of their own.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Options(TypedDict, total=False):
@@ -183,7 +181,7 @@ def check_options(group: Group, has_states: bool) -> None:
 
 def usable_grad(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Checks a gradient; returns it, copied if necessary to the parameter's element order."""
-    if type(param) not in _PLAIN or type(grad) not in _PLAIN:  # either may have been exchanged
+    if type(param) not in PLAIN or type(grad) not in PLAIN:  # either may have been exchanged
         check_plain(optimizer, param)
         check_plain(optimizer, grad)
     if grad.layout != torch.strided:

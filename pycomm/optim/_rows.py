@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pycomm._inputs.tensors import local
 from pycomm._training.shards import Shards, divisions, part_of
 from pycomm.optim import _storage
 from pycomm.optim._options import Group
@@ -17,7 +18,8 @@ class Row:
     """A parameter's row, which is used again in the next step if nothing has moved.
 
     For a sharded parameter, it describes this rank's part, and two words follow: the number of
-    elements of the parameter, and whether its gradient has been averaged.
+    elements of the parameter, and whether its gradient has been averaged. For a DTensor, the row
+    describes its local tensor, and so do the gradient and the state.
 
     Args:
         param: the parameter.
@@ -26,6 +28,7 @@ class Row:
         group: its group's options.
         names: the states' names.
         stream: the parameter's random bits.
+        place: the first element's place among the random bits, for a DTensor.
 
     Attributes:
         param: the parameter.
@@ -46,23 +49,27 @@ class Row:
         group: Group,
         names: tuple[str, ...],
         stream: int,
+        place: int = 0,
     ) -> None:
         self.param = param
         self.part = part = part_of(param)
         self.own = param if part is None else part.own
         self.holds_weights = _storage.holds_weights(state)
-        own_grad, first = (grad, 0) if part is None else (part.gradient(param, grad), part.first)
+        own_grad, first = grad, place
+        if part is not None:
+            own_grad, first = part.gradient(param, grad), part.first
         dtype = _storage.wanted_dtype(param, group["states"])
+        own = local(self.own)
         self.words = array(
-            "q", _storage.segment(self.own, own_grad, state, names, group, stream, dtype, first)
+            "q", _storage.segment(own, own_grad, state, names, group, stream, dtype, first)
         )
         if part is not None:
             self.words.append(param.numel())
-        self._key = _key(param, grad, state, group, names, stream)
+        self._key = _key(local(param), grad, state, group, names, stream)
 
     def is_of(self, param: torch.Tensor, grad: torch.Tensor, *rest: Any) -> bool:
         """True if the row still describes these arguments of the constructor."""
-        return self._key == _key(param, grad, *rest)
+        return self._key == _key(local(param), grad, *rest)
 
     def add_to(self, table: array[int]) -> None:
         """Adds the row's words for this step."""
@@ -96,8 +103,13 @@ def _place(value: object) -> int:
     return value.data_ptr() if isinstance(value, torch.Tensor) else id(value)
 
 
-def one_division(optimizer: str, rows: Iterable[Row]) -> Shards | None:
-    """The shards of all rows' parameters; None if they are not sharded.
+def one_division(optimizer: str, rows: Iterable[Row], has_dtensors: bool) -> Shards | None:
+    """The shards of all rows' parameters; None if no wrapper shards them.
+
+    Args:
+        optimizer: the optimizer's name.
+        rows: the rows.
+        has_dtensors: True if DTensors are among its parameters, with gradients or without.
 
     Raises:
         ValueError: some are sharded otherwise, or not at all.
@@ -108,4 +120,10 @@ def one_division(optimizer: str, rows: Iterable[Row]) -> Shards | None:
             f"{optimizer} takes parameters of one wrapper if they are sharded, got others, too: "
             "make an optimizer for each"
         )
-    return found.pop()
+    shards = found.pop() if found else None
+    if shards is not None and has_dtensors:
+        raise ValueError(
+            f"{optimizer} takes parameters of one wrapper if they are sharded, got DTensors, too: "
+            "make an optimizer for each"
+        )
+    return shards

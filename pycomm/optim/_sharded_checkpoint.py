@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pycomm._inputs.tensors import is_dtensor
 from pycomm._runtime.torch_private import wrapper_tensor
 from pycomm._training.shards import Part, part_of
 from pycomm.optim import _storage
@@ -258,4 +259,16 @@ def adopted(
     """A parameter's saved state, whole or in parts."""
     if any(isinstance(value, TensorPart) for value in saved.values()):
         return AdoptedParts(param, group, saved, names)
-    return Adopted(param, group, checked(param, saved, names), names)
+    saved = checked(param, saved, names)
+    if is_dtensor(param):
+        from pycomm.optim import _dtensor
+
+        return Adopted(param, group, _dtensor.own_saved(param, saved, names), names)
+    divided = [name for name, value in saved.items() if is_dtensor(value)]
+    if divided:
+        raise ValueError(
+            f"{divided[0]} is a DTensor, but its parameter of shape {tuple(param.shape)} is not: "
+            "save with StateDictOptions(full_state_dict=True), or load with "
+            "torch.distributed.checkpoint into sharded_state_dict() of this optimizer"
+        )
+    return Adopted(param, group, saved, names)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
+from pycomm._inputs import host
+from pycomm._inputs.tensors import is_dtensor, local
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.shards import Part, Shards, divisions, part_of
 from pycomm.optim import _checkpoint, _executors, _options, _sharded_checkpoint, _storage
@@ -27,6 +30,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     """
 
     in_step = False
+    _has_dtensors = False
+    # True if a step depends on norms of whole parameters, apart from that of all gradients.
+    _needs_whole_norms: ClassVar[bool] = False
     _divided: tuple[tuple[int, int], set[Shards]] = (-1, -1), set()  # see _divisions()
 
     def __init__(self, params: Any, defaults: Group, options: Options) -> None:
@@ -80,9 +86,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: Group) -> None:
         _options.check_groups(type(self).__name__, self.param_groups)
         for param in group["params"]:
-            _options.check_param(type(self).__name__, param)
+            self._check_param(param)
+            self._has_dtensors = self._has_dtensors or is_dtensor(param)
         self._check_options(group)
         _options.check_remainder(group)
+
+    def _check_param(self, param: torch.Tensor) -> None:
+        if not is_dtensor(param):
+            _options.check_param(type(self).__name__, param)
+            return
+        from pycomm.optim import _dtensor
+
+        _dtensor.check_param(type(self).__name__, param, self._needs_whole_norms)
 
     def _check_options(self, group: Group) -> None:
         _options.check_options(group, has_states=bool(self._state_names(group)))
@@ -101,15 +116,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Returns:
             An fp32 tensor if the parameter has master weights or a remainder, otherwise the
-            parameter itself, detached.
+            parameter itself, detached. Of a DTensor, a DTensor.
         """
         self._complete_exchanges()
-        state, part = self.state.get(param, {}), self._held.get(param)
+        state, part = self._own_state(param), self._held.get(param)
         if not _storage.holds_weights(state):
             return param.detach()
         own = self._own(param)
         self._edits.take(own, state)
-        weights = _storage.joined(own, state)
+        weights = _storage.joined(local(own), state)
+        if is_dtensor(param):
+            from pycomm.optim import _dtensor
+
+            return _dtensor.wrap(param, weights)
         return weights if part is None else part.gather(weights, param)
 
     @torch.no_grad()
@@ -118,10 +137,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Args:
             param: a parameter of this optimizer.
-            weights: fp32, of the parameter's shape.
+            weights: fp32, of the parameter's shape; for a DTensor also a DTensor on its mesh.
         """
         part = self._held.get(param)
-        _storage.write_weights(param, self.state.get(param, {}), weights, part)
+        if is_dtensor(param):
+            from pycomm.optim import _dtensor
+
+            weights = _dtensor.own_elements(param, "weights", weights)
+        _storage.write_weights(local(param), self._own_state(param), weights, part)
         if part is None or not part.in_pieces:
             self._edits.note([self._own(param)])
 
@@ -158,13 +181,29 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         It has the keys of ``get_optimizer_state_dict``; pass it to ``set_optimizer_state_dict``
         after loading. With sharded states, each rank saves and loads only its part, and all ranks
-        must call this. An optimizer without states first takes a step that changes nothing.
+        must call this. Parameters that have had no gradient yet, as those of unused experts, get
+        the states that their first step would make.
 
         Args:
             model: the model, or its wrapper, that has this optimizer's parameters.
         """
+        self._check_shared()
         self._complete_exchanges()
+        self._make_missing_states()
         return _sharded_checkpoint.by_name(model, self, self._state_dict, self._held)
+
+    @host.makes_lasting
+    @torch.no_grad()
+    def _make_missing_states(self) -> None:
+        """Makes the states of parameters that have had no gradient yet.
+
+        torch.distributed.checkpoint loads what is in both the file and the optimizer. torch makes
+        missing states only if an optimizer has none at all.
+        """
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and not self.state.get(param):
+                    self._init_state(param, group)
 
     def _state_dict(self) -> dict[str, Any]:
         """Torch's state_dict, with sharded states in parts."""
@@ -173,10 +212,21 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 self._take_assigned(param, group)
         self._take_edits()
         state_dict = super().state_dict()
+        if self._has_dtensors:
+            self._save_dtensors(state_dict["state"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if saved.get("capturable") and all(param.is_cpu for param in group["params"]):
                 saved["capturable"] = False  # torch.optim accepts nothing else on the CPU
         return state_dict
+
+    @torch.no_grad()
+    def _save_dtensors(self, states: dict[int, State]) -> None:
+        """Gives the states of DTensors a form that other meshes may load."""
+        from pycomm.optim import _dtensor
+
+        for number, param in enumerate(self._params()):
+            if number in states and is_dtensor(param):
+                states[number] = _dtensor.to_save(param, states[number])
 
     @not_compiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -244,6 +294,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._check_group(group)
         self._unseal()
 
+    @torch.no_grad()
     def _unseal(self) -> None:
         """Adopts the states that are being loaded: all, or none if one is refused."""
         sealed = {
@@ -257,7 +308,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     saved = sealed.pop(param)
                     loaded.append(_sharded_checkpoint.adopted(param, group, saved, names))
         for adopted in loaded:
-            self.state[adopted.param] = adopted.settle(self._buffers)
+            self._put_state(adopted.param, adopted.settle(self._buffers))
             self._hold(adopted.param)
         self.state.update(sealed)  # states that belong to no parameter
 
@@ -265,25 +316,53 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _take_edits(self) -> None:
         for param, state in self.state.items():
             if _storage.holds_weights(state):
-                self._edits.take(self._own(param), state)
+                self._edits.take(self._own(param), self._own_state(param))
 
     # The states of one parameter.
+
+    def _own_state(self, param: torch.Tensor) -> State:
+        """A parameter's state; of a DTensor, a dictionary with the state of its local tensor."""
+        state: State = self.state.get(param, {})
+        if not is_dtensor(param):
+            return state
+        return {name: local(value) for name, value in state.items()}
+
+    def _put_state(
+        self, param: torch.Tensor, state: State, before: Mapping[str, Any] | None = None
+    ) -> None:
+        """Sets a parameter's state; of a DTensor, to DTensors around that of its local tensor.
+
+        DTensors of the state `before` stay if their local tensors are in `state`.
+        """
+        if is_dtensor(param):
+            from pycomm.optim import _dtensor
+
+            state = _dtensor.wrapped(param, state, before or {})
+        self.state[param] = state
 
     @torch.no_grad()
     def _take_assigned(self, param: torch.Tensor, group: Group) -> None:
         """Takes states that the user has assigned; see :func:`_storage.take_assigned`."""
-        if state := self.state.get(param):
+        state: State = self.state.get(param, {})
+        before = state
+        if state:
             names, dtype = self._state_names(group), _storage.wanted_dtype(param, group["states"])
-            _storage.take_assigned(param, state, names, dtype, self._held.get(param))
+            if is_dtensor(param):
+                from pycomm.optim import _dtensor
+
+                state = _dtensor.own_assigned(param, state, names)
+            _storage.take_assigned(local(param), state, names, dtype, self._held.get(param))
+            self._put_state(param, state, before)
 
     def _follow(self, param: torch.Tensor, group: Group, names: tuple[str, ...]) -> None:
         """Converts a parameter's states after the parameter or its part has changed, or raises.
 
         If they are of a part, all ranks must call this.
         """
-        _options.check_param(type(self).__name__, param)
+        self._check_param(param)
         self._check_options(group)
-        state, held = self.state[param], self._held.get(param)
+        state: Any = self._own_state(param)
+        held = self._held.get(param)
         if held is not None:
             own = self._own(param)
             self._edits.take(own, state)
@@ -291,9 +370,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._edits.forget(param)
             state = _checkpoint.gathered(held, param, state)
         self._edits.take(param, state)
-        state = _checkpoint.checked(param, state, names)
+        state = _checkpoint.checked(local(param), state, names)
         adopted = _checkpoint.Adopted(param, group, state, names)
-        self.state[param] = adopted.settle(self._buffers)
+        self._put_state(param, adopted.settle(self._buffers))
         self._hold(param)
         if "momentum_buffer" in names and _storage.place_in(state, "momentum_buffer") not in state:
             self.state[param]["step"].zero_()  # the momentum begins with the gradient
@@ -313,17 +392,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
         else:
             self._held.pop(param, None)
 
-    def _init_state(self, param: torch.Tensor, group: Group, state: State) -> None:
-        """Makes the state of a parameter, or of this rank's part of it."""
-        _options.check_param(type(self).__name__, param)
+    def _init_state(self, param: torch.Tensor, group: Group) -> None:
+        """Makes the state of a parameter, or of this rank's elements of it."""
+        self._check_param(param)
         if _executors.is_capturing(param.device):
             raise RuntimeError(
                 f"{type(self).__name__}: states must exist before a step is captured: take one"
             )
         self._hold(param)
         self._new.append(param)
-        own = self._own(param)
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        own = local(self._own(param))
+        state: State = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
         dtype = _storage.wanted_dtype(param, group["states"])
         buffers = _storage.buffers_for(param, group["states"], self._buffers)
         for name in self._state_names(group):
@@ -331,3 +410,4 @@ class StatefulOptimizer(torch.optim.Optimizer):
         master = _storage.master_beside(param, group["master_weights"])
         if master is not None:
             state.update(_storage.make_master(own, master, self._buffers))
+        self._put_state(param, state)

@@ -21,6 +21,9 @@ STATES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 MASTERS = (None, "fp32", "remainder")
 MASTER, REMAINDER = "master_param", "remainder"
 SCALE = "_absmax"  # ends the names of scales
+CODE = "_code"  # ends the names of 8-bit states
+ROOT = "_root"  # ends the names of second moments in fp16
+FORMS = ("", ROOT, CODE)  # a state is stored under one of these names
 
 
 # enum class Storage of csrc/core/optim/optimizer.h.
@@ -42,13 +45,13 @@ def place_of(name: str, dtype: torch.dtype) -> str:
     Codes and roots have other names than the moments, so that torch.optim cannot mistake them.
     """
     if dtype == torch.uint8:
-        return f"{name}_code"
-    return f"{name}_root" if dtype == torch.float16 and squares(name) else name
+        return name + CODE
+    return name + ROOT if dtype == torch.float16 and squares(name) else name
 
 
 def place_in(state: Mapping[str, Any], name: str) -> str:
     """The name under which `state` stores this state; `name` itself if it does not."""
-    return next((name + end for end in ("", "_root", "_code") if name + end in state), name)
+    return next((name + end for end in FORMS if name + end in state), name)
 
 
 def wanted_dtype(param: torch.Tensor, states: str) -> torch.dtype:

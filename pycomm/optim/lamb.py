@@ -27,6 +27,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _rule = "lamb"
+    _needs_whole_norms = True
 
     def __init__(
         self,

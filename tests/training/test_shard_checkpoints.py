@@ -322,6 +322,102 @@ def test_others_read_the_checkpoint(tmp_path):
     assert max(files) < sum(files) * 0.45
 
 
+# Parameters that have had no gradient.
+
+
+class Experts(nn.Module):
+    """Some of them are not used."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(70, 70) for _ in range(3))
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+
+    def forward(self, x, used):
+        return sum(self.experts[number](x) for number in used).square().mean()
+
+
+def with_experts(group, case, seed, shard):
+    net = Experts(seed).to(case.dtype)
+    model = pycomm.DataParallel(net, shard=shard, group=group)
+    return model, case.make(model.parameters())
+
+
+def train_experts(model, optimizer, group, steps, used):
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + group.rank)
+        batch = torch.randn(2, 70, generator=generator).to(model.module.experts[0].weight.dtype)
+        optimizer.zero_grad()
+        model(batch, used).backward()
+        optimizer.step()
+
+
+def save_experts(group, case, shard, folder):
+    """With an expert that no step has used, and after steps that have used all."""
+    model, optimizer = with_experts(group, case, 0, shard)
+    seen = []
+    for name, steps, used in (("some", range(3), (0, 1)), ("all", range(3, 5), (0, 1, 2))):
+        train_experts(model, optimizer, group, steps, used)
+        state = {"model": model.state_dict(), "optimizer": optimizer.sharded_state_dict(model)}
+        dcp.save(state, checkpoint_id=folder / name)
+        seen.append(everything(model, optimizer))
+    return seen
+
+
+def resume_experts(group, case, shard, folder):
+    """In an optimizer without states, and in one that lacks those of an expert."""
+    seen = []
+    for steps in (range(0), range(1)):
+        for name in ("some", "all"):
+            model, optimizer = with_experts(group, case, 1, shard)
+            train_experts(model, optimizer, group, steps, (0, 2))
+            state = {"model": model.state_dict(), "optimizer": optimizer.sharded_state_dict(model)}
+            dcp.load(state, checkpoint_id=folder / name)
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            model.load_state_dict(state["model"])
+            if name == "some":
+                train_experts(model, optimizer, group, range(3, 5), (0, 1, 2))
+            seen.append(everything(model, optimizer))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("case", "shard"),
+    [(CASES[0], "optimizer"), (CASES[3], "gradients"), (CASES[5], None)],
+    ids=str,
+)
+def test_states_of_unused_experts(case, shard, tmp_path):
+    _, expected = helpers.run_group(2, save_experts, case, shard, tmp_path)[0]
+    for results in helpers.run_group(2, resume_experts, case, shard, tmp_path):
+        for got in results:
+            same_everything(got, expected)
+    assert len(helpers.run_group(3, resume_experts, case, shard, tmp_path)) == 3
+
+
+def resume_partly(group, case, folder):
+    """From a file that lacks an expert's states, as torch's functions save it."""
+    model, optimizer = with_experts(group, case, 0, "optimizer")
+    train_experts(model, optimizer, group, range(3), (0, 1))
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert "experts.2.weight" not in saved["state"]
+    dcp.save({"optimizer": saved}, checkpoint_id=folder)
+    other, fresh = with_experts(group, case, 1, "optimizer")
+    state = {"optimizer": fresh.sharded_state_dict(other)}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=folder, planner=planner)
+    set_optimizer_state_dict(other, fresh, state["optimizer"])
+    other.load_state_dict(model.state_dict())
+    for pair in ((model, optimizer), (other, fresh)):
+        train_experts(*pair, group, range(3, 5), (0, 1, 2))
+    same_everything(everything(other, fresh), everything(model, optimizer))
+
+
+def test_states_that_a_checkpoint_lacks_begin_anew(tmp_path):
+    helpers.run_group(2, resume_partly, CASES[1], tmp_path)
+
+
 # Only the model.
 
 

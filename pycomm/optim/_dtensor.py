@@ -1,0 +1,326 @@
+"""DTensors as parameters: of FSDP2's ``fully_shard``, and of tensor parallelism.
+
+Each rank steps its local tensor. The states are DTensors of the parameter's mesh and placements
+around states of the local tensor, so that torch.distributed.checkpoint takes them; ``"step"``, and
+the codes and scales of 8-bit states, are plain tensors. Importing DTensor takes seconds, so this
+module is imported when the first DTensor arrives.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from pycomm._inputs.tensors import local
+from pycomm._runtime.torch_private import local_tensor
+from pycomm.optim import _options, _storage
+from pycomm.optim._executors import OnCpu, OnCuda, Step, executor, is_capturing
+from pycomm.optim._rows import Row
+from pycomm.optim._storage import CODE, MASTER, REMAINDER, ROOT, SCALE, State
+
+# The random bits of shard i of a parameter begin at i times this place.
+_SHARD_PLACES = 1 << 40
+
+
+class Division(NamedTuple):
+    """How ranks divide a DTensor.
+
+    Attributes:
+        mesh: its mesh.
+        dims: the mesh's dimensions along which ranks have different elements.
+    """
+
+    mesh: DeviceMesh
+    dims: tuple[int, ...]
+
+    def shard(self) -> int:
+        """The number of this rank's shard; copies of a shard have one number."""
+        number, here = 0, self.mesh.get_coordinate() or ()
+        for dim in self.dims:
+            number = number * self.mesh.size(dim) + here[dim]
+        return number
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of the values of all shards, with the same bits on all ranks.
+
+        All ranks of the mesh must call this.
+        """
+        for dim in self.dims:
+            group = self.mesh.get_group(dim)
+            values = [torch.empty_like(value) for _ in range(self.mesh.size(dim))]
+            dist.all_gather(values, value, group=group)
+            value = functools.reduce(torch.add, values)
+        return value
+
+
+def division_of(param: torch.Tensor) -> Division | None:
+    """How ranks divide a parameter; None if each rank has the whole one."""
+    if not isinstance(param, DTensor):
+        return None
+    mesh = param.device_mesh
+    dims = tuple(
+        dim
+        for dim, placement in enumerate(param.placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    )
+    return Division(mesh, dims) if dims else None
+
+
+def place_of(param: torch.Tensor) -> int:
+    """Where the random bits of a parameter's local tensor begin; copies of a shard get the same."""
+    division = division_of(param)
+    return 0 if division is None else division.shard() * _SHARD_PLACES
+
+
+# Checks.
+
+
+def check_param(optimizer: str, param: Any, needs_whole_norms: bool) -> None:
+    """Raises an error for DTensors that a fused step cannot update.
+
+    Args:
+        optimizer: the optimizer's name.
+        param: a DTensor.
+        needs_whole_norms: the optimizer's steps depend on norms of whole parameters.
+    """
+    told = f"a DTensor of shape {tuple(param.shape)} with placements {param.placements}"
+    if param.device_mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{optimizer} takes DTensors of meshes that have this rank, got {told} on "
+            f"{param.device_mesh}"
+        )
+    if any(placement.is_partial() for placement in param.placements):
+        raise ValueError(f"{optimizer} takes DTensors that are Shard or Replicate, got {told}")
+    if needs_whole_norms and division_of(param) is not None:
+        raise ValueError(
+            f"{optimizer} needs the norm of each whole parameter: it takes plain tensors and "
+            f"DTensors that are Replicate on every mesh dimension of several ranks, got {told}"
+        )
+    _options.check_param(optimizer, local_tensor(param))
+
+
+def own_gradient(optimizer: str, param: Any, grad: Any) -> torch.Tensor:
+    """This rank's elements of a DTensor's gradient.
+
+    A gradient with other placements is redistributed, as in torch's fused optimizers: all ranks of
+    the mesh must call this.
+
+    Raises:
+        TypeError, ValueError: it is no DTensor, or one of another shape or mesh.
+    """
+    told = f"a parameter of shape {tuple(param.shape)} that is a DTensor"
+    if not isinstance(grad, DTensor):
+        raise TypeError(f"{optimizer}: {told} needs a DTensor as gradient, got {type(grad)}")
+    if grad.shape != param.shape:
+        raise ValueError(
+            f"{optimizer} takes gradients of their parameters' shapes, got one of shape "
+            f"{tuple(grad.shape)} of {told}"
+        )
+    if grad.device_mesh != param.device_mesh:
+        raise ValueError(
+            f"{optimizer}: {told} on {param.device_mesh} needs a gradient on the same mesh, got "
+            f"one on {grad.device_mesh}"
+        )
+    return local_tensor(_placed_as(param, grad))
+
+
+def _placed_as(param: Any, tensor: Any) -> Any:
+    if tensor.placements == param.placements:
+        return tensor
+    return tensor.redistribute(placements=param.placements)
+
+
+# States.
+
+
+def own_elements(param: Any, name: str, value: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a tensor with a DTensor's shape.
+
+    Args:
+        param: the parameter.
+        name: the tensor's name, for errors.
+        value: a DTensor on the same mesh, or a plain tensor with all elements.
+
+    Raises:
+        ValueError: it has another shape or mesh.
+    """
+    if value.shape != param.shape:
+        raise ValueError(
+            f"{name} must have the shape of its parameter, {tuple(param.shape)}, got "
+            f"{tuple(value.shape)}"
+        )
+    if not isinstance(value, DTensor):
+        whole = value.detach().to(param.device)
+        value = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+    elif value.device_mesh != param.device_mesh:
+        raise ValueError(
+            f"{name} must be on its parameter's mesh, {param.device_mesh}, got {value.device_mesh}"
+        )
+    return local_tensor(_placed_as(param, value))
+
+
+def own_assigned(param: Any, state: Mapping[str, Any], names: Iterable[str]) -> State:
+    """The state of a DTensor's local tensor, if a program may have assigned some of `names`.
+
+    Raises:
+        ValueError: an assigned state has another shape or mesh than the parameter.
+    """
+    own = local_state(state)
+    for name in names:
+        if name in state and isinstance(state[name], torch.Tensor):
+            own[name] = own_elements(param, name, state[name])
+    return own
+
+
+def own_saved(param: Any, saved: Mapping[str, Any], names: Iterable[str]) -> State:
+    """The state of a DTensor's local tensor, of a saved one that has been checked.
+
+    8-bit states of an unsharded optimizer become fp32, because shards have other blocks.
+    """
+    own: State = {"step": saved["step"]} if "step" in saved else {}
+    for name in names:
+        place = _storage.place_in(saved, name)
+        if place == name + CODE:
+            own[name] = own_elements(param, name, _storage.to_fp32(saved, name))
+        elif saved.get(place) is not None:
+            own[place] = own_elements(param, place, saved[place])
+    for name in (MASTER, REMAINDER):
+        if saved.get(name) is not None:
+            own[name] = own_elements(param, name, saved[name])
+    return own
+
+
+def local_state(state: Mapping[str, Any]) -> State:
+    """A state in which local tensors replace DTensors."""
+    return {name: local(value) for name, value in state.items()}
+
+
+def wrapped(param: Any, state: Mapping[str, Any], before: Mapping[str, Any]) -> State:
+    """A DTensor's state, of DTensors where its form allows that.
+
+    Args:
+        param: the parameter.
+        state: the state of its local tensor.
+        before: the state until now. Its DTensors stay if their local tensors are in `state`.
+    """
+    made: State = {}
+    for name, value in state.items():
+        if name in before and local(before[name]) is value:
+            made[name] = before[name]
+        elif name == "step" or name.endswith((CODE, SCALE)):
+            made[name] = value
+        else:
+            made[name] = wrap(param, value)
+    return made
+
+
+def wrap(param: Any, value: torch.Tensor) -> torch.Tensor:
+    """A DTensor with a parameter's shape, mesh and placements around a tensor, or a copy of it."""
+    if value.device.type == param.device_mesh.device_type:
+        return DTensor.from_local(
+            value,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+    # from_local() would move the states of a parameter that is offloaded to the CPU.
+    made = torch.empty_like(param, dtype=value.dtype, requires_grad=False)
+    local_tensor(made).copy_(value)
+    return made
+
+
+def to_save(param: Any, state: Mapping[str, Any]) -> State:
+    """A DTensor's state for a checkpoint, which other meshes may load.
+
+    It has torch's names. 8-bit states become fp32, because other meshes have other blocks, and so
+    do roots of second moments; loading gives the same bits. Remainders become weights in fp32,
+    because collectives do not take their type.
+    """
+    own = local_state(state)
+    made: State = {}
+    for name, value in own.items():
+        if name.endswith((CODE, ROOT)):
+            base = name.removesuffix(CODE).removesuffix(ROOT)
+            made[base] = _storage.to_fp32(own, base)
+        elif name == REMAINDER:
+            made[MASTER] = _storage.joined(local_tensor(param), own)
+        elif not name.endswith(SCALE):
+            made[name] = value
+    return wrapped(param, made, state)
+
+
+# Norms.
+
+# Rows by the division of their parameters; None for parameters that are not divided.
+Divided: TypeAlias = "dict[Division | None, array[int]]"
+
+
+def by_division(params: Sequence[torch.Tensor], rows: Iterable[Row]) -> Divided:
+    """Sorts rows by their parameters' division.
+
+    Args:
+        params: all parameters. Those without a gradient count, because another rank may have one.
+        rows: the rows.
+    """
+    found: Divided = {division_of(param): array("q") for param in params}
+    for row in rows:
+        row.add_to(found[division_of(row.param)])
+    return found
+
+
+class MeshNorms:
+    """Measures the norm of gradients that are divided among ranks."""
+
+    def __init__(self) -> None:
+        self._last: dict[Division | None, OnCpu | OnCuda] = {}
+
+    def measure(self, device: torch.device, divided: Divided, step: Step) -> torch.Tensor:
+        """Returns the norm of all gradients together, and fills in the step's numbers.
+
+        All ranks of the meshes must call this. The norm has the same bits on all of them.
+        """
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        for division, words in divided.items():
+            own = self._squares(device, division, words)
+            squares = squares + (own if division is None else self._total(division, own))
+        return _conclude(squares, step)
+
+    def _squares(
+        self, device: torch.device, division: Division | None, words: array[int]
+    ) -> torch.Tensor:
+        if not words:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        last = self._last.get(division)
+        steps = executor(device, [({}, words)], last if isinstance(last, OnCuda) else None)
+        if not is_capturing(device):
+            self._last[division] = steps
+        return steps.squares()
+
+    def _total(self, division: Division, own: torch.Tensor) -> torch.Tensor:
+        """The mesh's sum; on the mesh's device, if the parameters are offloaded from it."""
+        kind = division.mesh.device_type
+        there = own if own.device.type == kind else own.to(kind)
+        return division.total(there).to(own.device)
+
+
+def _conclude(squares: torch.Tensor, step: Step) -> torch.Tensor:
+    """What csrc/core/optim/segment.h concludes from the sum of squares of scaled gradients."""
+    norm = squares.sqrt()
+    if step.scale is not None:
+        norm = norm / step.scale.double()
+    if step.found is not None and step.sets_found:
+        step.found.copy_(~norm.isfinite())
+    elif step.found is not None:
+        step.found.masked_fill_(~norm.isfinite(), 1.0)
+    if step.clip is not None and step.max_norm is not None:
+        step.clip.copy_((step.max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
