@@ -52,15 +52,16 @@ EXACT = [
     Case("adamw"),
     Case("adam", {"amsgrad": True, "weight_decay": 0.1}, BF16, None, "remainder"),
     Case("adamw", {"maximize": True}, FP16, None, "fp32"),
-    Case("sgd", {"dampening": 0.2, "weight_decay": 0.1}, BF16, torch.float32, "fp32", "bf16"),
+    Case("sgd", {"dampening": 0.2, "weight_decay": 0.1}, BF16, torch.float32, "fp32"),
     Case("sgd", {"momentum": 0.0}),
-    Case("lion", dtype=BF16, master="remainder", states="fp16"),
+    Case("lion", dtype=BF16, master="remainder"),
 ]
 ROUNDED = [
     Case("adamw", {"amsgrad": True}, BF16, None, "remainder", "8bit"),
     Case("adamw", {}, torch.float32, None, None, "fp16"),
     Case("adamw", {}, BF16, None, None, "bf16", stochastic=True, seed=5),
     Case("lion", dtype=BF16, states="8bit", stochastic=True, seed=3),
+    Case("sgd", {"dampening": 0.2, "weight_decay": 0.1}, BF16, None, "fp32", "bf16"),
 ]
 
 
