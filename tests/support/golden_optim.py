@@ -77,9 +77,9 @@ def blocks(values: np.ndarray) -> np.ndarray:
     return padded.reshape(-1, BLOCK)
 
 
-def share_of(codes: np.ndarray, squares: bool) -> np.ndarray:
-    q = codes.astype(F) * F(1 / 255 if squares else 1 / 127)
-    return (q * q) * (q * q) if squares else q * np.abs(q)
+def share_of(codes: np.ndarray) -> np.ndarray:
+    q = codes.astype(F) * F(1 / 255)
+    return (q * q) * (q * q)
 
 
 def encode8(
@@ -94,14 +94,16 @@ def encode8(
         inverse = np.where(dead, F(0), F(1) / largest)[:, None]
         share = np.abs(rows) * inverse
         last = F(255) if squares else F(127)
-        codes = (np.sqrt(np.sqrt(share)) if squares else np.sqrt(share)) * last
-        if random is None:
-            codes = np.rint(codes)
+        dice = None if random is None else np.resize(random, rows.size).reshape(rows.shape)
+        if dice is None:
+            codes = np.rint((np.sqrt(np.sqrt(share)) if squares else np.sqrt(share)) * last)
+        elif squares:
+            codes = np.minimum(np.floor(np.sqrt(np.sqrt(share)) * last), last - 1)
+            codes += rounds_up(share, share_of(codes), share_of(codes + 1), dice)
         else:
-            codes = np.minimum(np.floor(codes), last - 1)
-            dice = np.resize(random, rows.size).reshape(rows.shape)
-            below, above = share_of(codes, squares), share_of(codes + 1, squares)
-            codes += rounds_up(share, below, above, dice)
+            square = share * F(127 * 127)
+            codes = np.minimum(np.floor(np.sqrt(square)), last - 1)
+            codes += rounds_up(square, codes * codes, (codes + 1) * (codes + 1), dice)
         if squares:
             codes = np.where((rows > 0) & (codes < 1), F(1), codes)
         else:
@@ -114,7 +116,10 @@ def encode8(
 
 def decode8(codes: np.ndarray, largest: np.ndarray, squares: bool) -> np.ndarray:
     scale = np.repeat(largest, BLOCK)[: len(codes)]
-    return share_of(codes if squares else codes.view(np.int8), squares) * scale
+    if squares:
+        return share_of(codes) * scale
+    q = codes.view(np.int8).astype(F) * F(1 / 127)
+    return q * np.abs(q) * scale
 
 
 def through(values: np.ndarray, storage: str, squares: bool, random: np.ndarray) -> np.ndarray:

@@ -24,7 +24,8 @@ PYCOMM_HD Half store_root(float value, std::uint32_t random) {
   const std::uint32_t cut =
       subnormal ? units : (bit_cast<std::uint32_t>(root) >> 13) - (112u << 10);
   const std::uint32_t below = cut < 0x7bffu ? cut : 0x7bffu;
-  const bool up = rounds_up(value, load_root(below), load_root(below + 1), random);
+  const float nearest = load_root(below);
+  const bool up = rounds_up(value - nearest, load_root(below + 1) - nearest, random);
   const std::uint32_t bits = up || (below == 0 && value > 0.0f) ? below + 1 : below;
   const std::uint32_t endless = value == value ? 0x7c00u : 0x7e00u;
   return {static_cast<std::uint16_t>(value - value == 0.0f ? bits : endless)};

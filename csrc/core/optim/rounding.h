@@ -47,11 +47,12 @@ PYCOMM_HD std::uint16_t float_to_half(float value, std::uint32_t random) {
   return static_cast<std::uint16_t>(size > kInfinityBits ? 0x7e00u : sign | bits);
 }
 
-// True if a value between two neighbours is rounded up. Uses the high 23 of the random bits; the
-// fractions of the distance that they stand for are exact and never 0 or 1.
-PYCOMM_HD bool rounds_up(float value, float below, float above, std::uint32_t random) {
+// True if a value between two neighbours is rounded up, from its distance from the lower one and
+// theirs from each other. Uses the high 23 of the random bits; the fractions of the distance that they
+// stand for are exact and never 0 or 1.
+PYCOMM_HD bool rounds_up(float distance, float unit, std::uint32_t random) {
   const float share = bit_cast<float>(random >> 9 | 0x3f800000u) - (1.0f - 0x1p-24f);
-  return value - below > (above - below) * share;
+  return distance > unit * share;
 }
 
 }  // namespace pycomm

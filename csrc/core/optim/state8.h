@@ -53,24 +53,19 @@ PYCOMM_HD std::uint8_t encode_signed(float value, float inverse) {
   return static_cast<std::uint8_t>(value < 0.0f ? -q : q);
 }
 
-// The fraction of the largest value that q, of a first moment, stands for.
-PYCOMM_HD float signed_share_of(std::int32_t q) {
-  const float root = static_cast<float>(q) * (1.0f / 127.0f);
-  return root * (root < 0.0f ? -root : root);
-}
-
 // Rounds stochastically, so that the expectation of the decoded value is the value.
 PYCOMM_HD std::uint8_t encode_signed(float value, float inverse, std::uint32_t random) {
-  const float share = bit_cast<float>(magnitude(value)) * inverse;
-  const auto root = static_cast<std::int32_t>(std::sqrt(share) * 127.0f);
+  const float square = bit_cast<float>(magnitude(value)) * inverse * 16129.0f;  // of q
+  const auto root = static_cast<std::int32_t>(std::sqrt(square));
   const std::int32_t below = root < 126 ? root : 126;
-  const std::int32_t q =
-      below + rounds_up(share, signed_share_of(below), signed_share_of(below + 1), random);
-  return static_cast<std::uint8_t>(value < 0.0f ? -q : q);
+  const auto q = static_cast<float>(below);
+  const std::int32_t code = below + rounds_up(square - q * q, q + q + 1.0f, random);
+  return static_cast<std::uint8_t>(value < 0.0f ? -code : code);
 }
 
 PYCOMM_HD float decode_signed(std::uint8_t code, float largest) {
-  return signed_share_of(static_cast<std::int8_t>(code)) * largest;
+  const float q = static_cast<float>(static_cast<std::int8_t>(code)) * (1.0f / 127.0f);
+  return q * (q < 0.0f ? -q : q) * largest;
 }
 
 PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse) {
@@ -79,8 +74,8 @@ PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse) {
   return static_cast<std::uint8_t>(value > 0.0f && q < 1 ? 1 : q);
 }
 
-// The fraction of the largest value that q, of a second moment, stands for.
-PYCOMM_HD float unsigned_share_of(std::int32_t q) {
+// The fraction of the largest value that q stands for.
+PYCOMM_HD float share_of(std::int32_t q) {
   const float root = static_cast<float>(q) * (1.0f / 255.0f);
   return (root * root) * (root * root);
 }
@@ -90,13 +85,13 @@ PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse, std::uint32_t
   const float share = value * inverse;
   const auto root = static_cast<std::int32_t>(std::sqrt(std::sqrt(share)) * 255.0f);
   const std::int32_t below = root < 254 ? root : 254;
-  const std::int32_t q =
-      below + rounds_up(share, unsigned_share_of(below), unsigned_share_of(below + 1), random);
+  const float nearest = share_of(below);
+  const std::int32_t q = below + rounds_up(share - nearest, share_of(below + 1) - nearest, random);
   return static_cast<std::uint8_t>(value > 0.0f && q < 1 ? 1 : q);
 }
 
 PYCOMM_HD float decode_unsigned(std::uint8_t code, float largest) {
-  return unsigned_share_of(code) * largest;
+  return share_of(code) * largest;
 }
 
 }  // namespace pycomm
