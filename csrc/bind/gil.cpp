@@ -2,10 +2,16 @@
 
 #include <unistd.h>
 
+#include <utility>
+
 #include "bind/python.h"
+
+namespace py = pybind11;
 
 namespace pycomm::bind {
 namespace {
+
+thread_local PyObject* turn_of_thread = nullptr;
 
 // Calls a function; if it throws, sleeps forever. This includes the unwinding by which CPython ends
 // a thread, so that the frames above are not unwound.
@@ -18,6 +24,15 @@ auto or_sleep(Function function) noexcept {
   }
 }
 
+// Destructors cannot throw, and a rank without its turn must not go on unseen: errors are printed.
+void call_turn(PyObject* turn, const char* method) {
+  const WithGil gil;
+  const py::error_scope raising;  // the caller may be raising an error
+  PyObject* const none = or_sleep([&] { return PyObject_CallMethod(turn, method, nullptr); });
+  if (none == nullptr) PyErr_WriteUnraisable(turn);
+  Py_XDECREF(none);
+}
+
 }  // namespace
 
 bool finalizing() {
@@ -26,6 +41,23 @@ bool finalizing() {
 #else
   return _Py_IsFinalizing() != 0 || Py_IsInitialized() == 0;
 #endif
+}
+
+void set_turn(const py::object& turn) {
+  PyObject* const before = turn_of_thread;
+  turn_of_thread = turn.is_none() ? nullptr : turn.inc_ref().ptr();
+  Py_XDECREF(before);
+}
+
+// Code that runs meanwhile, such as a signal's handler, has no turn to give up.
+WithoutTurn::WithoutTurn() : turn_(std::exchange(turn_of_thread, nullptr)) {
+  if (turn_ != nullptr) call_turn(turn_, "give_up");
+}
+
+WithoutTurn::~WithoutTurn() {
+  if (turn_ == nullptr) return;
+  call_turn(turn_, "take");
+  turn_of_thread = turn_;
 }
 
 WithoutGil::~WithoutGil() {

@@ -11,7 +11,24 @@ namespace pycomm::bind {
 // True if the interpreter is finalizing or has been finalized.
 bool finalizing();
 
-// Releases the lock, and takes it again when destroyed.
+// Other ranks of a LocalWorld with serial=True may run while one exists, if this thread is a rank of
+// it. The thread may have the GIL or not; it waits for its next turn without.
+class WithoutTurn {
+ public:
+  WithoutTurn();
+  ~WithoutTurn();
+  WithoutTurn(const WithoutTurn&) = delete;
+  WithoutTurn& operator=(const WithoutTurn&) = delete;
+
+ private:
+  PyObject* const turn_;
+};
+
+// Makes `turn` this thread's: its methods give_up() and take() are called around whatever may wait.
+// None: the thread has no turns.
+void set_turn(const pybind11::object& turn);
+
+// Releases the lock, and the turn, and takes both again when destroyed.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -20,6 +37,7 @@ class WithoutGil {
   WithoutGil& operator=(const WithoutGil&) = delete;
 
  private:
+  const WithoutTurn no_turn_;  // given up and taken with the GIL
   PyThreadState* const state_;
 };
 

@@ -276,6 +276,7 @@ void bind_group(py::module_& m) {
   py::class_<Exchange>(m, "Exchange")
       .def(py::init<std::vector<Call>>(), py::arg("calls"))
       .def("submit", &Exchange::submit);
+  m.def("set_turn", &set_turn, py::arg("turn"));
   m.def("register_group", &register_group, py::arg("name"), py::arg("group"));
 }
 

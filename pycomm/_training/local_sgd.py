@@ -233,7 +233,13 @@ class LocalSGDState(LocalRounds):
         """
         known = isinstance(state_dict, dict) and state_dict.get("format") == FORMAT
         if not known or "outer" not in state_dict:
-            raise ValueError("state_dict must come from state_dict() of a LocalSGDState")
+            kind = f", with compression {state_dict.get('compression', 'unknown')}" if known else ""
+            raise ValueError(
+                "state_dict must come from state_dict() of a LocalSGDState, got one of another "
+                f"state of pycomm.hooks{kind}"
+                if known
+                else "state_dict must come from state_dict() of a LocalSGDState"
+            )
         self._check_not_shown()
         saved = state_dict.get("local_residuals", False)
         if saved != self._outer.rule.local_residuals:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from pycomm._training.flights import Flights
     from pycomm._training.residuals import Residuals
+    from pycomm.compression import Compression
     from pycomm.group import Group
 
 # Attributes that belong to this process or to a running exchange, which are not copied.
@@ -24,6 +25,7 @@ class SavedState(HookState):
     """The methods of :class:`pycomm._training.comm_state.CommState` to save and copy a state."""
 
     step: int
+    compression: Compression | None
     _group: Group | None
     _residuals: Residuals
     _now: Step
@@ -49,7 +51,12 @@ class SavedState(HookState):
             are stored under the rank's number.
         """
         self._settle()
-        kept = {"format": FORMAT, "size": self.group.size, "step": self.step}
+        kept = {
+            "format": FORMAT,
+            "compression": _kind(self.compression),
+            "size": self.group.size,
+            "step": self.step,
+        }
         if not gathered:
             return kept | {"kept": {str(self.group.rank): self._residuals.dump()}}
         dumps = self._residuals.gather(self.group)
@@ -63,10 +70,17 @@ class SavedState(HookState):
         the same.
 
         Raises:
-            ValueError: it is of another model, or of another rank.
+            ValueError: it is of another model, of another rank, or of another kind of state.
         """
         if not isinstance(state_dict, dict) or state_dict.get("format") != FORMAT:
             raise ValueError("state_dict must come from state_dict() of a state of pycomm.hooks")
+        own = _kind(self.compression)
+        saved_kind = "local SGD" if "outer" in state_dict else state_dict.get("compression", own)
+        if saved_kind != own:  # earlier versions have not saved it
+            raise ValueError(
+                f"state_dict must be of a state with compression {own}, as this one, "
+                f"got one of {saved_kind}"
+            )
         (rank, size), saved = place_in(self.group), state_dict["size"]
         if "gathered" in state_dict:
             dumps = state_dict["gathered"]
@@ -99,6 +113,11 @@ class SavedState(HookState):
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         copied._group = self._group
         return copied
+
+
+def _kind(compression: Compression | None) -> str:
+    """What distinguishes states: residuals of one compression are not those of another."""
+    return "none" if compression is None else type(compression).__name__
 
 
 def place_in(group: Group) -> tuple[int, int]:
