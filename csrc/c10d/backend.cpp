@@ -19,7 +19,7 @@ const T& only(const std::vector<T>& tensors, const char* what) {
 
 void check_pairs(const Tensors& outputs, const Tensors& inputs) {
   check_argument(outputs.size() == inputs.size(), "outputs must be as many as inputs, ",
-                    inputs.size(), ", got ", outputs.size());
+                 inputs.size(), ", got ", outputs.size());
 }
 
 double seconds_of(Milliseconds time) { return std::chrono::duration<double>(time).count(); }
@@ -136,7 +136,7 @@ Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inp
     Tensors results;
     for (const Tensors& of_rank : outputs) {
       check_argument(of_rank.size() == inputs.size(), "output_tensor_lists must have ",
-                        inputs.size(), " tensors per rank, got ", of_rank.size());
+                     inputs.size(), " tensors per rank, got ", of_rank.size());
       results.push_back(of_rank[i]);
     }
     made.all_gather(results, inputs[i]);

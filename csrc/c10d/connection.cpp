@@ -66,9 +66,7 @@ std::exception_ptr as_exception(Error error) {
   return exception;
 }
 
-void throw_argument_error(const std::string& message) {
-  throw_new("ArgumentError", message);
-}
+void throw_argument_error(const std::string& message) { throw_new("ArgumentError", message); }
 
 void throw_argument_type_error(const std::string& message) {
   throw_new("ArgumentTypeError", message);

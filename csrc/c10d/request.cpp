@@ -25,7 +25,7 @@ void check_disjoint(const at::Tensor& output, const at::Tensor& input) {
     return begin(x) + (last + 1) * static_cast<std::int64_t>(x.element_size());
   };
   check_argument(end(output) <= begin(input) || end(input) <= begin(output),
-                    "output must not overlap input");
+                 "output must not overlap input");
 }
 
 ReduceOp reduction_of(const ::c10d::ReduceOp& op) {
@@ -49,7 +49,7 @@ ReduceOp reduction_of(const ::c10d::ReduceOp& op) {
       return ReduceOp::bxor;
     default:
       throw_argument_error(c10::str("op must be a reduction of torch.distributed, got number ",
-                        static_cast<int>(op.op_)));
+                                    static_cast<int>(op.op_)));
   }
 }
 
@@ -90,14 +90,14 @@ at::Tensor memory_to_write(const at::Tensor& output) {
 }
 
 void check_tensor(const at::Tensor& tensor, const char* what) {
-  check_argument(tensor.layout() == at::kStrided, what,
-                    " takes dense tensors, got one of layout ", tensor.layout());
+  check_argument(tensor.layout() == at::kStrided, what, " takes dense tensors, got one of layout ",
+                 tensor.layout());
   check_argument(tensor.is_cpu(), what, " takes CPU tensors, got one on ", tensor.device());
 }
 
 void check_rank(std::int64_t rank, int ranks, const char* name) {
-  check_argument(rank >= 0 && rank < ranks, name, " must be a rank from 0 to ", ranks - 1,
-                    ", got ", rank);
+  check_argument(rank >= 0 && rank < ranks, name, " must be a rank from 0 to ", ranks - 1, ", got ",
+                 rank);
 }
 
 void check_timeout(Milliseconds timeout) {
@@ -152,7 +152,7 @@ void Request::all_to_all(const at::Tensor& output, const at::Tensor& input,
   check(output);
   check(input);
   check_argument(output.scalar_type() == input.scalar_type(), "output must have input's dtype, ",
-                    input.scalar_type(), ", got ", output.scalar_type());
+                 input.scalar_type(), ", got ", output.scalar_type());
   check_disjoint(output, input);
   inputs.push_back(input);
   outputs.push_back(output);
@@ -163,9 +163,9 @@ void Request::all_to_all(const at::Tensor& output, const at::Tensor& input,
     return;
   }
   check_argument(output.numel() == input.numel(), "output must have input's ", input.numel(),
-                    " elements, got ", output.numel());
+                 " elements, got ", output.numel());
   check_argument(input.numel() % ranks_ == 0, "input must have a multiple of ", ranks_,
-                    " elements, one block per rank, got ", input.numel());
+                 " elements, one block per rank, got ", input.numel());
   add(Collective::all_to_all, to_read(input), to_write(output), input.numel() / ranks_);
 }
 
@@ -267,7 +267,7 @@ at::Tensor Request::to_update(const at::Tensor& tensor) {
 at::Tensor Request::scaled(const at::Tensor& tensor, const ::c10d::ReduceOp& op) {
   if (op.op_ != ::c10d::ReduceOp::PREMUL_SUM) return tensor;
   check_argument(tensor.is_floating_point(), "op PREMUL_SUM takes floating-point tensors, got ",
-                    tensor.scalar_type());
+                 tensor.scalar_type());
   kept_.push_back(tensor * factor_of(op).to(tensor.scalar_type()));
   return kept_.back();
 }
@@ -319,33 +319,33 @@ void Request::check_blocks(const at::Tensor& whole, const char* name, const at::
   check(whole);
   check(block);
   check_argument(whole.scalar_type() == block.scalar_type(), name, " must have ", block_name,
-                    "'s dtype, ", block.scalar_type(), ", got ", whole.scalar_type());
+                 "'s dtype, ", block.scalar_type(), ", got ", whole.scalar_type());
   check_argument(whole.numel() == block.numel() * ranks_, name, " must have ",
-                    block.numel() * ranks_, " elements, ", ranks_, " times as many as ", block_name,
-                    ", got ", whole.numel());
+                 block.numel() * ranks_, " elements, ", ranks_, " times as many as ", block_name,
+                 ", got ", whole.numel());
 }
 
 void Request::check_list(const Tensors& list, const char* name, const at::Tensor& like) const {
   check_argument(static_cast<int>(list.size()) == ranks_, name, " must have ", ranks_,
-                    " tensors, one per rank, got ", list.size());
+                 " tensors, one per rank, got ", list.size());
   for (const at::Tensor& part : list) {
     check(part);
     check_argument(part.scalar_type() == like.scalar_type(), name, " must hold tensors of ",
-                      like.scalar_type(), ", got one of ", part.scalar_type());
+                   like.scalar_type(), ", got one of ", part.scalar_type());
   }
 }
 
 void Request::check_sizes(const Tensors& list, const char* name, std::int64_t count) const {
   for (const at::Tensor& part : list) {
     check_argument(part.numel() == count, name, " must hold tensors of ", count,
-                      " elements, got one of ", part.numel());
+                   " elements, got one of ", part.numel());
   }
 }
 
 void Request::check_own(const Tensors& list, const char* name, const at::Tensor& own) const {
   const std::int64_t count = list[static_cast<std::size_t>(rank_)].numel();
   check_argument(count == own.numel(), name, "[", rank_, "] must have ", own.numel(),
-                    " elements, as this rank's tensor, got ", count);
+                 " elements, as this rank's tensor, got ", count);
 }
 
 Call& Request::add(Collective collective, const at::Tensor& input, const at::Tensor& output,

@@ -52,8 +52,8 @@
 
 // Throws std::invalid_argument (ValueError in Python) unless `condition` holds. Messages are for
 // users: they name arguments, not places in the source.
-#define PYCOMM_CHECK(condition, message)                               \
-  do {                                                                 \
+#define PYCOMM_CHECK(condition, message)                                 \
+  do {                                                                   \
     if (!(condition)) throw std::invalid_argument(std::string(message)); \
   } while (false)
 

@@ -38,9 +38,9 @@ __all__ = [
     "backend_of",
     "backend_that_does_nothing",
     "backends_of",
-    "before_checkpoints",
     "backward_id",
     "backward_node",
+    "before_checkpoints",
     "correct_shrunk_groups",
     "fsdp_interfaces",
     "internal_overlap",
@@ -147,8 +147,9 @@ def before_checkpoints(check: Callable[[], None]) -> None:
 
     Callers of both functions look them up in their module, so that all variants are covered.
     """
-    reentrant = checkpoint.CheckpointFunction.forward
-    other = checkpoint._checkpoint_without_reentrant_generator
+    module: Any = checkpoint
+    reentrant = module.CheckpointFunction.forward
+    other = module._checkpoint_without_reentrant_generator
 
     @functools.wraps(reentrant)
     def forward(ctx: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
@@ -162,8 +163,8 @@ def before_checkpoints(check: Callable[[], None]) -> None:
             check()
         return other(function, preserve_rng_state, *args, **named)
 
-    checkpoint.CheckpointFunction.forward = staticmethod(forward)
-    checkpoint._checkpoint_without_reentrant_generator = generator
+    module.CheckpointFunction.forward = staticmethod(forward)
+    module._checkpoint_without_reentrant_generator = generator
 
 
 def fsdp_interfaces() -> tuple[Any, Any]:

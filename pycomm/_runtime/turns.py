@@ -42,7 +42,7 @@ class RandomState:
         numpy = sys.modules.get("numpy.random")
         return cls(
             torch.get_rng_state(),
-            torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
+            torch.cuda.get_rng_state_all() if _cuda_runs() else None,
             None if numpy is None else numpy.get_state(),
             random.getstate(),
         )
@@ -52,11 +52,15 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state_all(self.cuda)
-        elif torch.cuda.is_initialized():  # since; torch.manual_seed() seeds all devices alike
+        elif _cuda_runs():  # since then; torch.manual_seed() seeds all devices alike
             torch.cuda.manual_seed_all(torch.initial_seed())
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
         random.setstate(self.python)
+
+
+def _cuda_runs() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 class _Is(enum.Enum):
@@ -99,11 +103,7 @@ class Turns:
             self._is[rank] = _Is.READY
             self._changed.notify_all()
             while not self._over and self._next() != rank:
-                left = None if self._running is not None else self._since + _PATIENCE
-                if left is None or (left := left - time.monotonic()) > 0:
-                    self._changed.wait(left)
-                else:
-                    self._overtake()
+                self._changed.wait(self._patience())
             if self._over:
                 return
             self._is[rank] = _Is.RUNNING
@@ -133,14 +133,23 @@ class Turns:
         size = len(self._is)
         return [(self._last + 1 + i) % size for i in range(size)]
 
-    def _overtake(self) -> None:
-        """Lets the first rank that is ready overtake those that are not."""
+    def _patience(self) -> float | None:
+        """Seconds for the next rank to come back; None if a rank runs or is about to.
+
+        Afterwards this lets the first rank that is ready overtake those that are not.
+        """
+        if self._running is not None or self._next() is not None:
+            return None
+        left = self._since + _PATIENCE - time.monotonic()
+        if left > 0:
+            return left
         for rank in self._order():
             if self._is[rank] is _Is.READY:
                 break
             if self._is[rank] is _Is.AWAY:
                 self._is[rank] = _Is.LATE
         self._changed.notify_all()
+        return 0.0
 
     def _load(self, rank: int) -> None:
         if self._loaded == rank:
@@ -164,7 +173,7 @@ class Turns:
             )
 
     def end(self) -> None:
-        """Ends all turns, restores the caller's random state, and lets the ranks left run freely."""
+        """Restores the caller's random state; ranks that are left run freely."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -257,6 +266,17 @@ def _check_checkpoint() -> None:
             "which the ranks of a LocalWorld share: use LocalWorld(..., serial=True), or "
             "checkpoint(..., preserve_rng_state=False) if the function draws no random numbers"
         )
+
+
+@contextlib.contextmanager
+def locked(lock: threading.Lock) -> Iterator[None]:
+    """Holds a lock in which a rank may give up its turn to another one that waits for the lock."""
+    with others_run():
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager

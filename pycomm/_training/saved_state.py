@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed")
 
 
+LOCAL_SGD, UNKNOWN = "local SGD", "unknown"  # kinds of saved states; earlier versions saved none
+
+
 class SavedState(HookState):
     """The methods of :class:`pycomm._training.comm_state.CommState` to save and copy a state."""
 
@@ -72,14 +75,11 @@ class SavedState(HookState):
         Raises:
             ValueError: it is of another model, of another rank, or of another kind of state.
         """
-        if not isinstance(state_dict, dict) or state_dict.get("format") != FORMAT:
+        if (kind := saved_kind(state_dict)) is None:
             raise ValueError("state_dict must come from state_dict() of a state of pycomm.hooks")
-        own = _kind(self.compression)
-        saved_kind = "local SGD" if "outer" in state_dict else state_dict.get("compression", own)
-        if saved_kind != own:  # earlier versions have not saved it
+        if kind not in (own := _kind(self.compression), UNKNOWN):
             raise ValueError(
-                f"state_dict must be of a state with compression {own}, as this one, "
-                f"got one of {saved_kind}"
+                f"state_dict must be that of a state of compression {own}, got that of {kind}"
             )
         (rank, size), saved = place_in(self.group), state_dict["size"]
         if "gathered" in state_dict:
@@ -116,8 +116,17 @@ class SavedState(HookState):
 
 
 def _kind(compression: Compression | None) -> str:
-    """What distinguishes states: residuals of one compression are not those of another."""
     return "none" if compression is None else type(compression).__name__
+
+
+def saved_kind(state_dict: object) -> str | None:
+    """The kind of state that a dict is of: its compression, local SGD, or one that is unknown.
+
+    States of different kinds keep different things under the same names. None if it is no state's.
+    """
+    if not isinstance(state_dict, dict) or state_dict.get("format") != FORMAT:
+        return None
+    return LOCAL_SGD if "outer" in state_dict else state_dict.get("compression", UNKNOWN)
 
 
 def place_in(group: Group) -> tuple[int, int]:
