@@ -46,16 +46,18 @@ bool finalizing() {
 void set_turn(const py::object& turn) {
   PyObject* const before = turn_of_thread;
   turn_of_thread = turn.is_none() ? nullptr : turn.inc_ref().ptr();
+  WithoutTurn::threads_with_turns += (turn_of_thread != nullptr) - (before != nullptr);
   Py_XDECREF(before);
 }
 
 // Code that runs meanwhile, such as a signal's handler, has no turn to give up.
-WithoutTurn::WithoutTurn() : turn_(std::exchange(turn_of_thread, nullptr)) {
-  if (turn_ != nullptr) call_turn(turn_, "give_up");
+PyObject* WithoutTurn::give_up() {
+  PyObject* const turn = std::exchange(turn_of_thread, nullptr);
+  if (turn != nullptr) call_turn(turn, "give_up");
+  return turn;
 }
 
-WithoutTurn::~WithoutTurn() {
-  if (turn_ == nullptr) return;
+void WithoutTurn::take() {
   call_turn(turn_, "take");
   turn_of_thread = turn_;
 }

@@ -6,6 +6,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <atomic>
+
 namespace pycomm::bind {
 
 // True if the interpreter is finalizing or has been finalized.
@@ -15,13 +17,21 @@ bool finalizing();
 // it. The thread may have the GIL or not; it waits for its next turn without.
 class WithoutTurn {
  public:
-  WithoutTurn();
-  ~WithoutTurn();
+  WithoutTurn() : turn_(threads_with_turns == 0 ? nullptr : give_up()) {}
+  ~WithoutTurn() {
+    if (turn_ != nullptr) take();
+  }
   WithoutTurn(const WithoutTurn&) = delete;
   WithoutTurn& operator=(const WithoutTurn&) = delete;
 
  private:
-  PyObject* const turn_;
+  friend void set_turn(const pybind11::object& turn);
+
+  static PyObject* give_up();
+  void take();
+
+  static inline std::atomic<int> threads_with_turns{0};
+  PyObject* const turn_;  // null if there is none
 };
 
 // Makes `turn` this thread's: its methods give_up() and take() are called around whatever may wait.
