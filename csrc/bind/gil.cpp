@@ -62,6 +62,9 @@ void WithoutTurn::take() {
   turn_of_thread = turn_;
 }
 
+KeepTurn::KeepTurn() : turn_(std::exchange(turn_of_thread, nullptr)) {}
+KeepTurn::~KeepTurn() { turn_of_thread = turn_; }
+
 WithoutGil::~WithoutGil() {
   or_sleep([this] { PyEval_RestoreThread(state_); });
 }

@@ -38,6 +38,19 @@ class WithoutTurn {
 // None: the thread has no turns.
 void set_turn(const pybind11::object& turn);
 
+// While one exists, this thread keeps its turn. For destructors: garbage is collected at any time, also
+// while the thread holds a lock that another rank waits for in its turn.
+class KeepTurn {
+ public:
+  KeepTurn();
+  ~KeepTurn();
+  KeepTurn(const KeepTurn&) = delete;
+  KeepTurn& operator=(const KeepTurn&) = delete;
+
+ private:
+  PyObject* const turn_;
+};
+
 // Releases the lock, and the turn, and takes both again when destroyed.
 class WithoutGil {
  public:

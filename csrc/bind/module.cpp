@@ -52,6 +52,7 @@ void delete_group(Group* group) {
   if (group->forked()) return;
   // Also leaked if the interpreter is finalizing, which may have put the worker to sleep.
   if (finalizing()) return;
+  const KeepTurn keep;
   if (PyGILState_Check() != 0) {
     const WithoutGil no_gil;
     delete group;

@@ -6,6 +6,7 @@ They exist in torch 2.11, 2.12, 2.13 and 2.14.
 from __future__ import annotations
 
 import functools
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -145,7 +146,7 @@ def backends_of(group: ProcessGroup) -> dict[str, str]:
 def before_checkpoints(check: Callable[[], None]) -> None:
     """Calls `check` in each torch.utils.checkpoint that preserves random states, before it begins.
 
-    Callers of both functions look them up in their module, so that all variants are covered.
+    Callers look both functions up in their module, but for torch's composable checkpoint().
     """
     module: Any = checkpoint
     reentrant = module.CheckpointFunction.forward
@@ -165,6 +166,9 @@ def before_checkpoints(check: Callable[[], None]) -> None:
 
     module.CheckpointFunction.forward = staticmethod(forward)
     module._checkpoint_without_reentrant_generator = generator
+    composable: Any = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+    if composable is not None:
+        composable._checkpoint_without_reentrant_generator = generator
 
 
 def fsdp_interfaces() -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import checkpoint_activation
 from torch.utils.checkpoint import checkpoint
 
 import pycomm
@@ -303,6 +305,36 @@ def test_a_wait_outside_of_pycomm_needs_others_run(world):
         pass
 
 
+def test_a_lock_that_is_held_between_turns(world):
+    lock, held = threading.Lock(), []
+
+    def body(group):
+        for _ in range(3):
+            with turns.locked(lock):
+                held.append(group.rank)
+                group.trim()  # other ranks have their turns, and ask for the lock
+                assert held == [group.rank]
+                held.clear()
+
+    world(3, serial=True).run(body)
+
+
+def test_the_end_of_other_groups_ends_no_turn(world):
+    """Garbage may be collected at any time, also while a rank holds a lock."""
+    garbage, lock, held = [pycomm.LocalWorld(2) for _ in range(3)], threading.Lock(), []
+
+    def body(group):
+        with lock:
+            held.append(group.rank)
+            garbage.pop()
+            gc.collect()
+            assert held == [group.rank]
+            held.clear()
+        pycomm.barrier(group=group)
+
+    world(3, 10, serial=True).run(body)
+
+
 def test_other_threads_of_a_rank_need_no_turn(world):
     def body(group):
         made = []
@@ -335,6 +367,17 @@ def test_a_checkpoint_that_preserves_shared_states_is_refused(world, reentrant):
     value = body(None)  # in the main thread
     assert world(1).run(body) == [value]
     assert world(2).run(functools.partial(body, preserve_rng_state=False)) == [value] * 2
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook")
+def test_a_composable_checkpoint_is_refused_too(world):
+    """torch's module has a name of its own for the function; here it is imported before."""
+
+    def body(_group):
+        return checkpoint_activation.checkpoint(nn.Linear(2, 2))(torch.ones(1, 2))
+
+    with pytest.raises(RuntimeError, match="serial=True"):
+        world(2).run(body)
 
 
 def test_without_the_exchange_of_states_ranks_disturb_each_other(world, monkeypatch):
