@@ -34,6 +34,8 @@ from pycomm.compression import Cast, Compression, Identity, Int8, TopK
 from pycomm.data_parallel import DataParallel
 from pycomm.errors import (
     Aborted,
+    ArgumentError,
+    ArgumentTypeError,
     CollectiveError,
     GroupUnusable,
     Mismatch,
@@ -58,6 +60,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Aborted",
+    "ArgumentError",
+    "ArgumentTypeError",
     "Cast",
     "CollectiveError",
     "Compression",

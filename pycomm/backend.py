@@ -30,7 +30,7 @@ from pycomm._runtime.monitored_barrier import monitored_barrier
 from pycomm._runtime.rendezvous import Membership, introduction, join
 from pycomm._runtime.subgroup import Subgroup
 from pycomm._runtime.torch_private import correct_shrunk_groups
-from pycomm.errors import CollectiveError, GroupUnusable, PeerDied
+from pycomm.errors import ArgumentError, CollectiveError, GroupUnusable, PeerDied
 from pycomm.group import DEFAULT_STAGING_BYTES, Group, _open_groups, make_group
 
 if TYPE_CHECKING:
@@ -51,7 +51,10 @@ def create(options: Any) -> Any:
     """
     module = _c10d()  # first: it may have to be compiled
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
-    seconds(timeout, 0.0)  # checks it
+    try:
+        seconds(timeout, 0.0)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
     ranks = _Ranks(options.store, rank, size, timeout.total_seconds(), options.group_id)
     seats = options.global_ranks_in_group  # torch passes none for the default group
     if getattr(options, "enable_reconfigure", False):  # from torch 2.14 on
@@ -195,14 +198,14 @@ class _Ranks:
         """A group without some of these ranks; for c10d::Backend::shrink. All others call this.
 
         Raises:
-            ValueError: `excluded` has this rank, or a number that no rank has; or ranks differ in
-                it.
+            pycomm.ArgumentError: `excluded` has this rank, or a number that no rank has; or ranks
+                differ in it.
             pycomm.PeerDied: more ranks are gone. Then exclude them, too.
             pycomm.CollectiveError: as :meth:`pycomm.Group.shrink`.
         """
         for rank in excluded:
             if not 0 <= rank < self.size or rank == self.rank:
-                raise ValueError(
+                raise ArgumentError(
                     f"ranks_to_exclude must be other ranks of the {self.size}, got {rank}"
                 )
         self._end_gloo()
@@ -241,7 +244,7 @@ class _Ranks:
             return group
         lost = sorted(set(kept) - set(self._left))
         if not lost:
-            raise ValueError("ranks_to_exclude must be the same on every rank that calls this")
+            raise ArgumentError("ranks_to_exclude must be the same on every rank that calls this")
         raise PeerDied(
             f"ranks {lost} are gone, too: exclude them and those excluded so far",
             rank=lost[0],
@@ -270,18 +273,18 @@ class _Ranks:
             timeout: of the group's operations, in seconds.
 
         Raises:
-            ValueError: the handles are no handles, not unique or without this rank's, or `uuid` has
-                been used.
+            pycomm.ArgumentError: the handles are no handles, not unique or without this rank's, or
+                `uuid` has been used.
             pycomm.CollectiveError: not all ranks have come.
         """
         sorted_handles = sorted(handles, key=_rank_of)  # which checks each of them
         order = handles if isinstance(handles, list) else sorted_handles
         if len(set(order)) < len(order) or self.handle not in order:
-            raise ValueError(f"handles must be unique and have {self.handle!r}, got {order}")
+            raise ArgumentError(f"handles must be unique and have {self.handle!r}, got {order}")
         rank, claim = order.index(self.handle), secrets.token_hex(8)
         store = PrefixStore(f"reconfigured/{uuid}", self._first_store)
         if store.compare_set(f"claimed/{rank}", "", claim).decode() != claim:
-            raise ValueError(f"uuid must be new in each call, got {uuid} again")
+            raise ArgumentError(f"uuid must be new in each call, got {uuid} again")
         made = _Ranks(store, rank, len(order), timeout, self._name, self._first_store)
         made.meet(patience)
         if self._is_default:
@@ -389,5 +392,5 @@ def _rank_of(handle: str) -> tuple[int, str]:
     kind, _, rest = handle.partition(":")
     rank, _, token = rest.partition(":")
     if kind != "pycomm" or not rank.isdecimal():
-        raise ValueError(f"handles must come from get_reconfigure_handle(), got {handle!r}")
+        raise ArgumentError(f"handles must come from get_reconfigure_handle(), got {handle!r}")
     return int(rank), token

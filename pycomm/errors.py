@@ -14,6 +14,20 @@ class PycommError(RuntimeError):
     """Base of pycomm's own errors. Bad arguments raise ValueError or TypeError instead."""
 
 
+class ArgumentError(ValueError, RuntimeError):
+    """A bad argument of a function of torch.distributed, on the backend ``"pycomm"``.
+
+    Gloo and NCCL raise RuntimeError for it, pycomm's own functions ValueError.
+    """
+
+
+class ArgumentTypeError(TypeError, RuntimeError):
+    """A tensor of a dtype that the backend ``"pycomm"`` cannot exchange.
+
+    Gloo and NCCL raise RuntimeError for it, pycomm's own functions TypeError.
+    """
+
+
 class CollectiveError(PycommError, dist.DistBackendError):
     """An operation failed, and the group can no longer be used.
 

@@ -19,9 +19,17 @@ from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, LocalDevices
 from pycomm._runtime.internode import Nodes
 from pycomm._runtime.rendezvous import slice_bytes
 from pycomm._runtime.threads import start_thread
+from pycomm._runtime.turns import (
+    RandomState,
+    Turns,
+    others_run,
+    sharing_generators,
+    taking_turns,
+)
 from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
 _LOOK_EVERY = 0.02  # seconds
@@ -35,6 +43,9 @@ class LocalWorld:
         with pycomm.LocalWorld(4) as world:
             sums = world.run(lambda group: pycomm.all_reduce(torch.ones(8), group=group))
 
+    Threads share what torch keeps once per process, such as random generators and flags
+    (docs/local-world.md).
+
     Args:
         size: the number of ranks.
         timeout: how long ranks wait for another rank, in seconds or as a timedelta.
@@ -42,6 +53,10 @@ class LocalWorld:
         max_blocks: the largest number of thread blocks that a rank's operation uses on a GPU.
         nodes: the number of ranks on each of several emulated nodes; by default there is one node.
             The bits are those of real nodes.
+        serial: one rank runs at a time, until it calls an operation of pycomm, and each rank has
+            the random state of torch, NumPy and Python for itself, which it begins with the
+            caller's. Programs that draw random numbers then do what they do in processes. A rank
+            that waits for another one outside of pycomm needs :meth:`others_run`.
 
     Attributes:
         groups: one :class:`Group` per rank, for use in threads of your own. If a rank's group
@@ -56,6 +71,7 @@ class LocalWorld:
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         max_blocks: int = DEFAULT_MAX_BLOCKS,
         nodes: Sequence[int] | None = None,
+        serial: bool = False,
         _first_epoch: int = 0,
         _stage_always: bool = False,
     ) -> None:
@@ -69,6 +85,8 @@ class LocalWorld:
         ranks = tuple(tuple(range(end - n, end)) for n, end in zip(nodes, ends, strict=True))
         links = [_C.LocalTransport.make(len(nodes)) for _ in range(Nodes(ranks, 0).stripes)]
         pids, cores = [os.getpid()] * size, len(os.sched_getaffinity(0))
+        self._serial, self._timeout = serial, timeout
+        self._random: list[RandomState] = []  # of each rank, once they have run
         self.groups = []
         for here, local in enumerate(ranks):
             fd = _C.create_window(len(local), slice_bytes(), staging_bytes)
@@ -112,7 +130,21 @@ class LocalWorld:
         If a rank raises, the others raise :class:`pycomm.PeerDied` in operations that need it, and
         this method raises the first rank's own exception. If a rank returns before it has called an
         operation that others wait for, they raise :class:`pycomm.PeerDied`, too.
+
+        With `serial`, the caller's random state stays as it is; ranks go on in the next call with
+        the states that they had at the end of this one.
+
+        Raises:
+            pycomm.Timeout: with `serial`, a rank has had its turn for longer than the timeout while
+                others waited for theirs.
+            RuntimeError: with `serial`, another such world runs in this process.
         """
+        if not self._serial:
+            return self._run(function, args, None)
+        with taking_turns(self._random, len(self.groups)) as turns:
+            return self._run(function, args, turns)
+
+    def _run(self, function: Any, args: tuple[Any, ...], turns: Turns | None) -> list[Any]:
         size = len(self.groups)
         results: list[Any] = [None] * size
         errors: list[BaseException] = []
@@ -120,21 +152,22 @@ class LocalWorld:
         ended: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
         def body(rank: int) -> None:
-            try:
-                results[rank] = function(self.groups[rank], *args)
-            except BaseException as error:
-                with lock:
-                    errors.append(error)
-                self.groups[rank]._core.leave()
-                ended.put(None)
-            else:
-                ended.put(rank)
+            with sharing_generators(size) if turns is None else turns.of(rank):
+                try:
+                    results[rank] = function(self.groups[rank], *args)
+                except BaseException as error:
+                    with lock:
+                        errors.append(error)
+                    self.groups[rank]._core.leave()
+                    ended.put(None)
+                else:
+                    ended.put(rank)
 
         threads = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
         try:
             for thread in threads:
                 start_thread(thread)
-            self._watch(ended)
+            self._watch(ended, turns)
             for thread in threads:
                 thread.join()
         except BaseException:  # Ctrl-C interrupts only this thread; or a rank has none
@@ -145,12 +178,14 @@ class LocalWorld:
             raise errors[0]
         return results
 
-    def _watch(self, ended: queue.SimpleQueue[int | None]) -> None:
+    def _watch(self, ended: queue.SimpleQueue[int | None], turns: Turns | None) -> None:
         """Until all functions have ended, ends waits for ranks whose function has returned."""
         seen: list[int | None] = []  # None: the rank has raised
         while len(seen) < len(self.groups):
             with contextlib.suppress(queue.Empty):
-                seen.append(ended.get(timeout=_LOOK_EVERY if seen else None))
+                seen.append(ended.get(timeout=_LOOK_EVERY if seen or turns else None))
+            if turns is not None:
+                turns.check(self._timeout)
             groups = list(self.groups)
             for rank in seen:
                 if rank is None:
@@ -159,6 +194,20 @@ class LocalWorld:
                     groups[rank]._core.leave()  # survivors do not wait for it
                 together = [each._core for each in groups if each._shrunk == groups[rank]._shrunk]
                 groups[rank]._core.end_waits_of(together)
+
+    @staticmethod
+    def others_run() -> AbstractContextManager[None]:
+        """A context in which other ranks run, if this thread is a rank and `serial` is set.
+
+        With `serial`, a rank must not wait for another one outside of pycomm, as the other one
+        waits for its turn:
+
+        .. code-block:: python
+
+            with pycomm.LocalWorld.others_run():
+                event.wait()
+        """
+        return others_run()
 
     def __len__(self) -> int:
         return len(self.groups)

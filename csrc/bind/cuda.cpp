@@ -19,6 +19,7 @@ using cuda::SharedLaunch;
 // Destroying a group waits for its device, so other Python threads must be able to run.
 struct DeleteWithoutGil {
   void operator()(cuda::Group* group) const {
+    const KeepTurn keep;
     const WithoutGil no_gil;
     delete group;
   }

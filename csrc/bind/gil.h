@@ -6,12 +6,52 @@
 
 #include <pybind11/pybind11.h>
 
+#include <atomic>
+
 namespace pycomm::bind {
 
 // True if the interpreter is finalizing or has been finalized.
 bool finalizing();
 
-// Releases the lock, and takes it again when destroyed.
+// Other ranks of a LocalWorld with serial=True may run while one exists, if this thread is a rank of
+// it. The thread may have the GIL or not; it waits for its next turn without.
+class WithoutTurn {
+ public:
+  WithoutTurn() : turn_(threads_with_turns == 0 ? nullptr : give_up()) {}
+  ~WithoutTurn() {
+    if (turn_ != nullptr) take();
+  }
+  WithoutTurn(const WithoutTurn&) = delete;
+  WithoutTurn& operator=(const WithoutTurn&) = delete;
+
+ private:
+  friend void set_turn(const pybind11::object& turn);
+
+  static PyObject* give_up();
+  void take();
+
+  static inline std::atomic<int> threads_with_turns{0};
+  PyObject* const turn_;  // null if there is none
+};
+
+// Makes `turn` this thread's: its methods give_up() and take() are called around whatever may wait.
+// None: the thread has no turns.
+void set_turn(const pybind11::object& turn);
+
+// While one exists, this thread keeps its turn. For destructors: garbage is collected at any time, also
+// while the thread holds a lock that another rank waits for in its turn.
+class KeepTurn {
+ public:
+  KeepTurn();
+  ~KeepTurn();
+  KeepTurn(const KeepTurn&) = delete;
+  KeepTurn& operator=(const KeepTurn&) = delete;
+
+ private:
+  PyObject* const turn_;
+};
+
+// Releases the lock, and the turn, and takes both again when destroyed.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -20,6 +60,7 @@ class WithoutGil {
   WithoutGil& operator=(const WithoutGil&) = delete;
 
  private:
+  const WithoutTurn no_turn_;  // given up and taken with the GIL
   PyThreadState* const state_;
 };
 

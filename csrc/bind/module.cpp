@@ -52,6 +52,7 @@ void delete_group(Group* group) {
   if (group->forked()) return;
   // Also leaked if the interpreter is finalizing, which may have put the worker to sleep.
   if (finalizing()) return;
+  const KeepTurn keep;
   if (PyGILState_Check() != 0) {
     const WithoutGil no_gil;
     delete group;
@@ -276,6 +277,7 @@ void bind_group(py::module_& m) {
   py::class_<Exchange>(m, "Exchange")
       .def(py::init<std::vector<Call>>(), py::arg("calls"))
       .def("submit", &Exchange::submit);
+  m.def("set_turn", &set_turn, py::arg("turn"));
   m.def("register_group", &register_group, py::arg("name"), py::arg("group"));
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bind/dtypes.h"
+#include "bind/gil.h"
 #include "bind/registry.h"
 #include "cpu/group.h"
 
@@ -36,6 +37,7 @@ void run(cpu::Group& group, const Operation& kind, const Tensor& input, const Te
   const Tensor& block = operation.collective == Collective::reduce_scatter ? output : input;
   const auto sizes = block.sizes();
   call.details.set_shape(sizes.data(), static_cast<int>(sizes.size()));
+  const WithoutTurn no_turn;  // torch has released the GIL
   group.run(call);
 }
 

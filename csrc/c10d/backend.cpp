@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "c10d/arguments.h"
+
 namespace py = pybind11;
 
 namespace pycomm::c10d {
@@ -11,13 +13,13 @@ using ::c10d::kUnsetTimeout;
 
 template <class T>
 const T& only(const std::vector<T>& tensors, const char* what) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, what, " takes one tensor, got ", tensors.size());
+  check_argument(tensors.size() == 1, what, " takes one tensor, got ", tensors.size());
   return tensors.front();
 }
 
 void check_pairs(const Tensors& outputs, const Tensors& inputs) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "outputs must be as many as inputs, ",
-                    inputs.size(), ", got ", outputs.size());
+  check_argument(outputs.size() == inputs.size(), "outputs must be as many as inputs, ",
+                 inputs.size(), ", got ", outputs.size());
 }
 
 double seconds_of(Milliseconds time) { return std::chrono::duration<double>(time).count(); }
@@ -26,7 +28,7 @@ double seconds_of(Milliseconds time) { return std::chrono::duration<double>(time
 
 Tensors Backend::on_root(const TensorLists& lists, std::int64_t root, const char* what) const {
   if (getRank() == root) return only(lists, what);
-  TORCH_CHECK_VALUE(lists.empty(), what, " takes a list of tensors on rank ", root, " only");
+  check_argument(lists.empty(), what, " takes a list of tensors on rank ", root, " only");
   return {};
 }
 
@@ -133,8 +135,8 @@ Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inp
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     Tensors results;
     for (const Tensors& of_rank : outputs) {
-      TORCH_CHECK_VALUE(of_rank.size() == inputs.size(), "output_tensor_lists must have ",
-                        inputs.size(), " tensors per rank, got ", of_rank.size());
+      check_argument(of_rank.size() == inputs.size(), "output_tensor_lists must have ",
+                     inputs.size(), " tensors per rank, got ", of_rank.size());
       results.push_back(of_rank[i]);
     }
     made.all_gather(results, inputs[i]);

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/Exceptions.h>
 
+#include "c10d/arguments.h"
 #include "c10d/completer.h"
 
 namespace py = pybind11;
@@ -11,6 +12,27 @@ namespace {
 
 const BackendTable* table = nullptr;
 thread_local int calling_back = 0;
+
+// An exception that can be raised any number of times, unlike pybind11's. With the GIL.
+std::exception_ptr persisted(PyObject* type, const py::object& value) {
+  PyErr_SetObject(type, value.ptr());
+  python_error raised;
+  raised.persist();
+  return std::make_exception_ptr(raised);
+}
+
+std::exception_ptr persisted(const char* name, const py::object& message) {
+  return persisted(py::module_::import("pycomm.errors").attr(name).ptr(), message);
+}
+
+[[noreturn]] void throw_new(const char* name, const std::string& message) {
+  std::exception_ptr exception;
+  with_gil([&] {
+    const py::error_scope raising;
+    exception = persisted(name, py::str(message));
+  });
+  std::rethrow_exception(exception);
+}
 
 }  // namespace
 
@@ -31,13 +53,23 @@ std::exception_ptr as_exception(Error error) {
   std::exception_ptr exception;
   with_gil([&] {
     const py::error_scope raising;  // this thread may be raising another exception
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
-    Py_DECREF(error);
-    python_error raised;  // unlike pybind's exception, it can be raised any number of times
-    raised.persist();
-    exception = std::make_exception_ptr(raised);
+    const auto value = py::reinterpret_steal<py::object>(error);
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(error));
+    if (type == PyExc_ValueError) {
+      exception = persisted("ArgumentError", py::str(value));
+    } else if (type == PyExc_TypeError) {
+      exception = persisted("ArgumentTypeError", py::str(value));
+    } else {
+      exception = persisted(type, value);
+    }
   });
   return exception;
+}
+
+void throw_argument_error(const std::string& message) { throw_new("ArgumentError", message); }
+
+void throw_argument_type_error(const std::string& message) {
+  throw_new("ArgumentTypeError", message);
 }
 
 CallingBack::CallingBack() { ++calling_back; }

@@ -16,7 +16,8 @@ namespace pycomm::c10d {
 const BackendTable& native();
 void find_native();
 
-// A Python exception as one that C++ can throw. It takes the reference.
+// A Python exception as one that C++ can throw. It takes the reference. A ValueError or a TypeError
+// becomes one for torch.distributed (c10d/arguments.h).
 std::exception_ptr as_exception(Error error);
 
 inline void check(Error error) {

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "c10d/arguments.h"
 #include "c10d/backend.h"
 #include "c10d/completer.h"
 #include "c10d/tensor_reader.h"
@@ -17,8 +18,8 @@ namespace {
 // memory is freed, and the giver is left without any.
 void take_memory(const at::Tensor& taker, const at::Tensor& giver) {
   const c10::Storage &taking = taker.storage(), &giving = giver.storage();
-  TORCH_CHECK_VALUE(giving.nbytes() >= taking.nbytes(), "giver must have ", taking.nbytes(),
-                    " bytes of memory, got ", giving.nbytes());
+  pycomm::c10d::check_argument(giving.nbytes() >= taking.nbytes(), "giver must have ",
+                               taking.nbytes(), " bytes of memory, got ", giving.nbytes());
   taking.set_data_ptr(giving.set_data_ptr({nullptr, taker.device()}));
   giving.set_nbytes(0);
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "bind/dtypes.h"
+#include "c10d/arguments.h"
 
 namespace pycomm::c10d {
 namespace {
@@ -23,8 +24,8 @@ void check_disjoint(const at::Tensor& output, const at::Tensor& input) {
     for (std::int64_t d = 0; d < x.dim(); ++d) last += (x.size(d) - 1) * x.stride(d);
     return begin(x) + (last + 1) * static_cast<std::int64_t>(x.element_size());
   };
-  TORCH_CHECK_VALUE(end(output) <= begin(input) || end(input) <= begin(output),
-                    "output must not overlap input");
+  check_argument(end(output) <= begin(input) || end(input) <= begin(output),
+                 "output must not overlap input");
 }
 
 ReduceOp reduction_of(const ::c10d::ReduceOp& op) {
@@ -47,14 +48,14 @@ ReduceOp reduction_of(const ::c10d::ReduceOp& op) {
     case ::c10d::ReduceOp::BXOR:
       return ReduceOp::bxor;
     default:
-      TORCH_CHECK_VALUE(false, "op must be a reduction of torch.distributed, got number ",
-                        static_cast<int>(op.op_));
+      throw_argument_error(c10::str("op must be a reduction of torch.distributed, got number ",
+                                    static_cast<int>(op.op_)));
   }
 }
 
 at::Tensor factor_of(const ::c10d::ReduceOp& op) {
   const auto* given = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  TORCH_CHECK_VALUE(given != nullptr, "op must hold the factor of PREMUL_SUM");
+  check_argument(given != nullptr, "op must hold the factor of PREMUL_SUM");
   return given->tensor_factor.defined() ? given->tensor_factor
                                         : at::scalar_tensor(given->double_factor, at::kDouble);
 }
@@ -63,8 +64,8 @@ at::Tensor factor_of(const ::c10d::ReduceOp& op) {
 
 Element element_of(const at::Tensor& tensor) {
   const std::optional<Element> element = bind::element_of(tensor.scalar_type());
-  TORCH_CHECK_TYPE(element.has_value(), "tensors of ", tensor.scalar_type(), " are not supported");
-  return *element;
+  if (element.has_value()) return *element;
+  throw_argument_type_error(c10::str("tensors of ", tensor.scalar_type(), " are not supported"));
 }
 
 bool is_plain(const at::Tensor& tensor) {
@@ -89,18 +90,18 @@ at::Tensor memory_to_write(const at::Tensor& output) {
 }
 
 void check_tensor(const at::Tensor& tensor, const char* what) {
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, what,
-                    " takes dense tensors, got one of layout ", tensor.layout());
-  TORCH_CHECK_VALUE(tensor.is_cpu(), what, " takes CPU tensors, got one on ", tensor.device());
+  check_argument(tensor.layout() == at::kStrided, what, " takes dense tensors, got one of layout ",
+                 tensor.layout());
+  check_argument(tensor.is_cpu(), what, " takes CPU tensors, got one on ", tensor.device());
 }
 
 void check_rank(std::int64_t rank, int ranks, const char* name) {
-  TORCH_CHECK_VALUE(rank >= 0 && rank < ranks, name, " must be a rank from 0 to ", ranks - 1,
-                    ", got ", rank);
+  check_argument(rank >= 0 && rank < ranks, name, " must be a rank from 0 to ", ranks - 1, ", got ",
+                 rank);
 }
 
 void check_timeout(Milliseconds timeout) {
-  timeout_of(std::chrono::duration<double>(timeout).count());
+  with_argument_errors([&] { timeout_of(std::chrono::duration<double>(timeout).count()); });
 }
 
 void Request::all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op) {
@@ -150,8 +151,8 @@ void Request::all_to_all(const at::Tensor& output, const at::Tensor& input,
                          const std::vector<std::int64_t>& input_splits) {
   check(output);
   check(input);
-  TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), "output must have input's dtype, ",
-                    input.scalar_type(), ", got ", output.scalar_type());
+  check_argument(output.scalar_type() == input.scalar_type(), "output must have input's dtype, ",
+                 input.scalar_type(), ", got ", output.scalar_type());
   check_disjoint(output, input);
   inputs.push_back(input);
   outputs.push_back(output);
@@ -161,10 +162,10 @@ void Request::all_to_all(const at::Tensor& output, const at::Tensor& input,
     call.outputs = blocks_of(output, output_splits);
     return;
   }
-  TORCH_CHECK_VALUE(output.numel() == input.numel(), "output must have input's ", input.numel(),
-                    " elements, got ", output.numel());
-  TORCH_CHECK_VALUE(input.numel() % ranks_ == 0, "input must have a multiple of ", ranks_,
-                    " elements, one block per rank, got ", input.numel());
+  check_argument(output.numel() == input.numel(), "output must have input's ", input.numel(),
+                 " elements, got ", output.numel());
+  check_argument(input.numel() % ranks_ == 0, "input must have a multiple of ", ranks_,
+                 " elements, one block per rank, got ", input.numel());
   add(Collective::all_to_all, to_read(input), to_write(output), input.numel() / ranks_);
 }
 
@@ -221,7 +222,7 @@ void Request::scatter(const at::Tensor& output, const Tensors& blocks, std::int6
 }
 
 void Request::all_to_all(const Tensors& results, const Tensors& blocks) {
-  TORCH_CHECK_VALUE(!results.empty(), "output_tensor_list must have ", ranks_, " tensors, got 0");
+  check_argument(!results.empty(), "output_tensor_list must have ", ranks_, " tensors, got 0");
   check_list(results, "output_tensor_list", results.front());
   check_list(blocks, "input_tensor_list", results.front());
   for (const at::Tensor& result : results) {
@@ -265,8 +266,8 @@ at::Tensor Request::to_update(const at::Tensor& tensor) {
 
 at::Tensor Request::scaled(const at::Tensor& tensor, const ::c10d::ReduceOp& op) {
   if (op.op_ != ::c10d::ReduceOp::PREMUL_SUM) return tensor;
-  TORCH_CHECK_VALUE(tensor.is_floating_point(), "op PREMUL_SUM takes floating-point tensors, got ",
-                    tensor.scalar_type());
+  check_argument(tensor.is_floating_point(), "op PREMUL_SUM takes floating-point tensors, got ",
+                 tensor.scalar_type());
   kept_.push_back(tensor * factor_of(op).to(tensor.scalar_type()));
   return kept_.back();
 }
@@ -317,34 +318,34 @@ void Request::check_blocks(const at::Tensor& whole, const char* name, const at::
                            const char* block_name) const {
   check(whole);
   check(block);
-  TORCH_CHECK_VALUE(whole.scalar_type() == block.scalar_type(), name, " must have ", block_name,
-                    "'s dtype, ", block.scalar_type(), ", got ", whole.scalar_type());
-  TORCH_CHECK_VALUE(whole.numel() == block.numel() * ranks_, name, " must have ",
-                    block.numel() * ranks_, " elements, ", ranks_, " times as many as ", block_name,
-                    ", got ", whole.numel());
+  check_argument(whole.scalar_type() == block.scalar_type(), name, " must have ", block_name,
+                 "'s dtype, ", block.scalar_type(), ", got ", whole.scalar_type());
+  check_argument(whole.numel() == block.numel() * ranks_, name, " must have ",
+                 block.numel() * ranks_, " elements, ", ranks_, " times as many as ", block_name,
+                 ", got ", whole.numel());
 }
 
 void Request::check_list(const Tensors& list, const char* name, const at::Tensor& like) const {
-  TORCH_CHECK_VALUE(static_cast<int>(list.size()) == ranks_, name, " must have ", ranks_,
-                    " tensors, one per rank, got ", list.size());
+  check_argument(static_cast<int>(list.size()) == ranks_, name, " must have ", ranks_,
+                 " tensors, one per rank, got ", list.size());
   for (const at::Tensor& part : list) {
     check(part);
-    TORCH_CHECK_VALUE(part.scalar_type() == like.scalar_type(), name, " must hold tensors of ",
-                      like.scalar_type(), ", got one of ", part.scalar_type());
+    check_argument(part.scalar_type() == like.scalar_type(), name, " must hold tensors of ",
+                   like.scalar_type(), ", got one of ", part.scalar_type());
   }
 }
 
 void Request::check_sizes(const Tensors& list, const char* name, std::int64_t count) const {
   for (const at::Tensor& part : list) {
-    TORCH_CHECK_VALUE(part.numel() == count, name, " must hold tensors of ", count,
-                      " elements, got one of ", part.numel());
+    check_argument(part.numel() == count, name, " must hold tensors of ", count,
+                   " elements, got one of ", part.numel());
   }
 }
 
 void Request::check_own(const Tensors& list, const char* name, const at::Tensor& own) const {
   const std::int64_t count = list[static_cast<std::size_t>(rank_)].numel();
-  TORCH_CHECK_VALUE(count == own.numel(), name, "[", rank_, "] must have ", own.numel(),
-                    " elements, as this rank's tensor, got ", count);
+  check_argument(count == own.numel(), name, "[", rank_, "] must have ", own.numel(),
+                 " elements, as this rank's tensor, got ", count);
 }
 
 Call& Request::add(Collective collective, const at::Tensor& input, const at::Tensor& output,
@@ -357,7 +358,7 @@ Call& Request::add(Collective collective, const at::Tensor& input, const at::Ten
   operation.root = static_cast<std::int32_t>(root);
   operation.count = count;
   Call call;
-  call.operation = carried(operation, element_of(input));
+  call.operation = with_argument_errors([&] { return carried(operation, element_of(input)); });
   call.input = input.const_data_ptr();
   call.output = output.mutable_data_ptr();
   call.timeout = std::chrono::duration<double>(timeout_).count();

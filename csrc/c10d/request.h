@@ -17,9 +17,10 @@ using Milliseconds = std::chrono::milliseconds;
 
 using Tensors = std::vector<at::Tensor>;
 
-// Throws ValueError unless `what` can take the tensor.
+// Throws pycomm.ArgumentError unless `what` can take the tensor.
 void check_tensor(const at::Tensor& tensor, const char* what);
-// The element type of a tensor. Throws TypeError for one that pycomm._C cannot move.
+// The element type of a tensor. Throws pycomm.ArgumentTypeError for one that pycomm._C cannot
+// move.
 Element element_of(const at::Tensor& tensor);
 // Whether a tensor's memory holds its elements in order, and a tensor whose memory does.
 bool is_plain(const at::Tensor& tensor);
@@ -30,9 +31,9 @@ void count_write(const at::Tensor& tensor);
 // it. Throws RuntimeError if elements of the output share memory.
 at::Tensor memory_to_write(const at::Tensor& output);
 
-// Throws ValueError unless there is a rank with this number; `name` is the argument's.
+// Throws pycomm.ArgumentError unless there is a rank with this number; `name` is the argument's.
 void check_rank(std::int64_t rank, int ranks, const char* name);
-// Throws std::invalid_argument for a timeout that no operation can have.
+// Throws pycomm.ArgumentError for a timeout that no operation can have.
 void check_timeout(Milliseconds timeout);
 
 class Request {

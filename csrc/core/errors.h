@@ -122,14 +122,16 @@ inline CollectiveError failure(Reason reason, int rank, int pid, const Operation
 }
 
 // A rank waited too long for another one. The other may be the rank that gets this error, if it was
-// busy with something else. A rank that has waited for a message from any rank names itself.
+// busy with something else. A rank names itself if it has waited for a message from any rank, or
+// from itself.
 inline std::string timeout_text(std::uint64_t word, bool told_to_culprit, int pid) {
   const int rank = rank_of(word), waiter = waiter_of(word);
   if (waiter < 0) return failure_text(Reason::timeout, rank, pid);
   const std::string time = std::to_string(seconds_of(word));
   const std::string seconds = time.substr(0, time.find('.') + 2) + " s";
   const std::string waiting = "rank " + std::to_string(waiter) + " waited " + seconds + " for ";
-  if (waiter == rank) return waiting + "a message from any rank";
+  if (from_any_rank(word)) return waiting + "a message from any rank";
+  if (waiter == rank) return waiting + "a message from itself";
   if (told_to_culprit) {
     return waiting + "this one, " + describe_rank(rank, pid) + ", and gave up before it came";
   }

@@ -57,15 +57,21 @@ enum class Reason : std::uint8_t {
 // The abort word: the reason and the rank to blame; for a timeout, also the rank that waited and
 // how long; for a message that does not match, also its receiver. The first word written stays.
 inline constexpr std::uint64_t kField = (1u << 20) - 1;
+inline constexpr std::uint64_t kTenths = kField >> 1;  // the longest time, 14 hours
+inline constexpr std::uint64_t kFromAnyRank = std::uint64_t{1} << 59;
 
 PYCOMM_HD constexpr std::uint64_t abort_word(Reason reason, int rank) {
   return static_cast<std::uint64_t>(reason) << 60 | (static_cast<std::uint64_t>(rank) & kField);
 }
 PYCOMM_HD constexpr std::uint64_t timeout_word(int rank, int waiter, double seconds) {
   const double tenths = 10 * seconds;
-  const auto most = static_cast<double>(kField);
+  const auto most = static_cast<double>(kTenths);
   return abort_word(Reason::timeout, rank) | static_cast<std::uint64_t>(waiter + 1) << 20 |
          static_cast<std::uint64_t>(tenths < most ? tenths : most) << 40;
+}
+// Rank `waiter` has waited for a message that any rank could send. It blames itself.
+PYCOMM_HD constexpr std::uint64_t any_source_timeout_word(int waiter, double seconds) {
+  return timeout_word(waiter, waiter, seconds) | kFromAnyRank;
 }
 // Rank `receiver` has received a message from `sender` that is not what it wants.
 PYCOMM_HD constexpr std::uint64_t mismatch_word(int sender, int receiver) {
@@ -79,8 +85,9 @@ PYCOMM_HD constexpr int waiter_of(std::uint64_t word) {
   return static_cast<int>(word >> 20 & kField) - 1;
 }
 PYCOMM_HD constexpr double seconds_of(std::uint64_t word) {
-  return static_cast<double>(word >> 40 & kField) / 10;
+  return static_cast<double>(word >> 40 & kTenths) / 10;
 }
+PYCOMM_HD constexpr bool from_any_rank(std::uint64_t word) { return (word & kFromAnyRank) != 0; }
 // True if a word that another process wrote gives a reason and names only ranks below `ranks`.
 PYCOMM_HD constexpr bool is_abort_word(std::uint64_t word, int ranks) {
   const Reason reason = reason_of(word);

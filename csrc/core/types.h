@@ -50,16 +50,11 @@
 #define PYCOMM_SIMD _Pragma("omp simd")
 #endif
 
-#define PYCOMM_STRINGIZE_(x) #x
-#define PYCOMM_STRINGIZE(x) PYCOMM_STRINGIZE_(x)
-#define PYCOMM_WHERE " [" __FILE__ ":" PYCOMM_STRINGIZE(__LINE__) "]"
-
-// Throws std::invalid_argument (ValueError in Python) unless `condition` holds.
-#define PYCOMM_CHECK(condition, message)                                \
-  do {                                                                  \
-    if (!(condition)) {                                                 \
-      throw std::invalid_argument(std::string(message) + PYCOMM_WHERE); \
-    }                                                                   \
+// Throws std::invalid_argument (ValueError in Python) unless `condition` holds. Messages are for
+// users: they name arguments, not places in the source.
+#define PYCOMM_CHECK(condition, message)                                 \
+  do {                                                                   \
+    if (!(condition)) throw std::invalid_argument(std::string(message)); \
   } while (false)
 
 namespace pycomm {

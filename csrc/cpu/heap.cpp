@@ -35,7 +35,7 @@ Mapping::Mapping(int fd, std::int64_t begin, std::int64_t bytes, Access access) 
                         ": the process has used up its address space (ulimit -v) or its mappings "
                         "(vm.max_map_count)");
     }
-    throw std::system_error(error, std::generic_category(), "mmap of " + what + PYCOMM_WHERE);
+    throw std::system_error(error, std::generic_category(), "mmap of " + what);
   }
   (void)madvise(data, static_cast<std::size_t>(bytes), MADV_DONTDUMP);
   data_ = static_cast<std::byte*>(data);
@@ -146,8 +146,7 @@ std::int64_t HeapMap::place_of(const void* data, std::int64_t bytes) const {
 void HeapMap::remap(std::byte* data, const Range& offsets, int flags) {
   if (mmap(data, static_cast<std::size_t>(offsets.count), PROT_READ | PROT_WRITE, flags | MAP_FIXED,
            fd_, begin_ + offsets.begin) == MAP_FAILED) {
-    throw std::system_error(errno, std::generic_category(),
-                            std::string("mmap of a tensor's pages") + PYCOMM_WHERE);
+    throw std::system_error(errno, std::generic_category(), "mmap of a tensor's pages");
   }
 }
 

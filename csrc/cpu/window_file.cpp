@@ -54,7 +54,7 @@ std::uint32_t inode_of(int fd) {
 }  // namespace
 
 void throw_errno(const char* call) {
-  throw std::system_error(errno, std::generic_category(), std::string(call) + PYCOMM_WHERE);
+  throw std::system_error(errno, std::generic_category(), call);
 }
 
 int make_window_file(std::int64_t bytes, const char* name) {

@@ -12,11 +12,11 @@
 
 namespace pycomm::cuda {
 
-inline void check(cudaError_t error, const char* call, const char* where) {
+inline void check(cudaError_t error, const char* call) {
   if (error == cudaSuccess) return;
-  throw std::runtime_error(std::string(call) + ": " + cudaGetErrorString(error) + where);
+  throw std::runtime_error(std::string(call) + ": " + cudaGetErrorString(error));
 }
-#define PYCOMM_CUDA_CHECK(call) ::pycomm::cuda::check((call), #call, PYCOMM_WHERE)
+#define PYCOMM_CUDA_CHECK(call) ::pycomm::cuda::check((call), #call)
 
 // Makes a device current for a scope.
 class DeviceGuard {

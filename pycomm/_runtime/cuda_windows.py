@@ -22,6 +22,7 @@ from pycomm._runtime.cuda import CudaSide
 from pycomm._runtime.environment import environment
 from pycomm._runtime.log import fallback
 from pycomm._runtime.torch_private import symmetric_handle, symmetric_tensor
+from pycomm._runtime.turns import locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -240,7 +241,7 @@ class LocalDevices:
         group = self._groups[rank]
         assert group is not None
         _barrier(group)
-        with self._lock:
+        with locked(self._lock):
             if not self._sides:
                 self._sides = self._connect([d for d in self._devices if d is not None])
             side, self._sides[rank] = self._sides[rank], None  # the group owns it from now on

@@ -5,6 +5,8 @@ They exist in torch 2.11, 2.12, 2.13 and 2.14.
 
 from __future__ import annotations
 
+import functools
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +16,7 @@ from torch._compile import _disable_dynamo as not_compiled
 from torch.autograd import Variable, profiler
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pycomm._runtime.environment import environment
@@ -38,6 +41,7 @@ __all__ = [
     "backends_of",
     "backward_id",
     "backward_node",
+    "before_checkpoints",
     "correct_shrunk_groups",
     "fsdp_interfaces",
     "internal_overlap",
@@ -138,6 +142,34 @@ def backends_of(group: ProcessGroup) -> dict[str, str]:
     """The name of a process group's backend for each type of device."""
     pairs = torch.distributed.get_backend_config(group).split(",")
     return dict(pair.split(":") for pair in pairs)
+
+
+def before_checkpoints(check: Callable[[], None]) -> None:
+    """Calls `check` in each torch.utils.checkpoint that preserves random states, before it begins.
+
+    Callers look both functions up in their module, but for torch's composable checkpoint().
+    """
+    module: Any = checkpoint
+    reentrant = module.CheckpointFunction.forward
+    other = module._checkpoint_without_reentrant_generator
+
+    @functools.wraps(reentrant)
+    def forward(ctx: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        if preserve_rng_state:
+            check()
+        return reentrant(ctx, function, preserve_rng_state, *args)
+
+    @functools.wraps(other)
+    def generator(function: Any, preserve_rng_state: bool = True, *args: Any, **named: Any) -> Any:
+        if preserve_rng_state:
+            check()
+        return other(function, preserve_rng_state, *args, **named)
+
+    module.CheckpointFunction.forward = staticmethod(forward)
+    module._checkpoint_without_reentrant_generator = generator
+    composable: Any = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+    if composable is not None:
+        composable._checkpoint_without_reentrant_generator = generator
 
 
 def fsdp_interfaces() -> tuple[Any, Any]:

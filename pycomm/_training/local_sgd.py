@@ -17,6 +17,7 @@ from pycomm._training.local_rounds import LocalRounds
 from pycomm._training.outer import Outer, Rule
 from pycomm._training.parameters import Exclude, Parameters, check_exchangeable, ignored
 from pycomm._training.residuals import FORMAT
+from pycomm._training.saved_state import LOCAL_SGD, saved_kind
 from pycomm.compression import Compression
 from pycomm.group import Group
 
@@ -231,9 +232,9 @@ class LocalSGDState(LocalRounds):
         Raises:
             ValueError: it is of another model, another rank or other options.
         """
-        known = isinstance(state_dict, dict) and state_dict.get("format") == FORMAT
-        if not known or "outer" not in state_dict:
-            raise ValueError("state_dict must come from state_dict() of a LocalSGDState")
+        if (kind := saved_kind(state_dict)) != LOCAL_SGD:
+            got = "" if kind is None else f", got that of a state of compression {kind}"
+            raise ValueError(f"state_dict must come from state_dict() of a LocalSGDState{got}")
         self._check_not_shown()
         saved = state_dict.get("local_residuals", False)
         if saved != self._outer.rule.local_residuals:

@@ -14,16 +14,21 @@ if TYPE_CHECKING:
 
     from pycomm._training.flights import Flights
     from pycomm._training.residuals import Residuals, Unstepped
+    from pycomm.compression import Compression
     from pycomm.group import Group
 
 # Attributes that belong to this process or to a running exchange, which are not copied.
 _NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed", "_unstepped")
 
 
+LOCAL_SGD, UNKNOWN = "local SGD", "unknown"  # kinds of saved states; earlier versions saved none
+
+
 class SavedState(HookState):
     """The methods of :class:`pycomm._training.comm_state.CommState` to save and copy a state."""
 
     step: int
+    compression: Compression | None
     _group: Group | None
     _residuals: Residuals
     _now: Step
@@ -50,7 +55,12 @@ class SavedState(HookState):
             are stored under the rank's number.
         """
         self._settle()
-        kept = {"format": FORMAT, "size": self.group.size, "step": self.step}
+        kept = {
+            "format": FORMAT,
+            "compression": _kind(self.compression),
+            "size": self.group.size,
+            "step": self.step,
+        }
         if not gathered:
             return kept | {"kept": {str(self.group.rank): self._residuals.dump()}}
         dumps = self._residuals.gather(self.group)
@@ -64,10 +74,14 @@ class SavedState(HookState):
         the same.
 
         Raises:
-            ValueError: it is of another model, or of another rank.
+            ValueError: it is of another model, of another rank, or of another kind of state.
         """
-        if not isinstance(state_dict, dict) or state_dict.get("format") != FORMAT:
+        if (kind := saved_kind(state_dict)) is None:
             raise ValueError("state_dict must come from state_dict() of a state of pycomm.hooks")
+        if kind not in (own := _kind(self.compression), UNKNOWN):
+            raise ValueError(
+                f"state_dict must be that of a state of compression {own}, got that of {kind}"
+            )
         (rank, size), saved = place_in(self.group), state_dict["size"]
         if "gathered" in state_dict:
             dumps = state_dict["gathered"]
@@ -101,6 +115,20 @@ class SavedState(HookState):
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         copied._group = self._group
         return copied
+
+
+def _kind(compression: Compression | None) -> str:
+    return "none" if compression is None else type(compression).__name__
+
+
+def saved_kind(state_dict: object) -> str | None:
+    """The kind of state that a dict is of: its compression, local SGD, or one that is unknown.
+
+    States of different kinds keep different things under the same names. None if it is no state's.
+    """
+    if not isinstance(state_dict, dict) or state_dict.get("format") != FORMAT:
+        return None
+    return LOCAL_SGD if "outer" in state_dict else state_dict.get("compression", UNKNOWN)
 
 
 def place_in(group: Group) -> tuple[int, int]:

@@ -38,6 +38,59 @@ def test_works_have_futures():
     assert backends.run(3, work_and_future) == [(3.0, 9.0, 3.0)] * 3
 
 
+def futures(rank, size):
+    """For each operation: whether its future holds just the tensors that it has written."""
+    group, x = dist.group.WORLD, torch.ones(4)
+    whole, part = torch.ones(4 * size), torch.empty(4)
+    blocks, others = ([torch.empty(4) for _ in range(size)] for _ in range(2))
+    first = rank == 0
+    calls = {
+        "all_reduce": (dist.all_reduce(x, async_op=True), [x]),
+        "broadcast": (dist.broadcast(x, 0, async_op=True), [x]),
+        "reduce": (dist.reduce(x, 0, async_op=True), [x]),
+        "all_gather": (dist.all_gather(blocks, x, async_op=True), blocks),
+        "all_gather_into_tensor": (
+            dist.all_gather_into_tensor(whole, x, async_op=True),
+            [whole],
+        ),
+        "allgather_into_tensor_coalesced": (
+            group.allgather_into_tensor_coalesced([whole, torch.empty(2 * size)], [x, x[:2]]),
+            [whole, None],
+        ),
+        "reduce_scatter": (dist.reduce_scatter(part, blocks, async_op=True), [part]),
+        "reduce_scatter_tensor": (
+            dist.reduce_scatter_tensor(part, whole, async_op=True),
+            [part],
+        ),
+        "gather": (
+            dist.gather(x, blocks if first else None, async_op=True),
+            blocks if first else [],
+        ),
+        "scatter": (dist.scatter(part, blocks if first else None, async_op=True), [part]),
+        "all_to_all_single": (
+            dist.all_to_all_single(torch.empty(4 * size), whole, async_op=True),
+            [None],
+        ),
+        "all_to_all": (dist.all_to_all(others, blocks, async_op=True), others),
+        "barrier": (dist.barrier(async_op=True), []),
+    }
+    found = {}
+    for name, (work, outputs) in calls.items():
+        values = work.get_future().wait()
+        found[name] = type(values) is list and len(values) == len(outputs)
+        for value, output in zip(values, outputs, strict=False):
+            found[name] &= output is None or value.data_ptr() == output.data_ptr()
+            found[name] &= output is None or value.shape == output.shape
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_futures_hold_the_outputs_of_the_call():
+    """As Gloo's, but for all_gather_into_tensor those of NCCL: the tensor, not views of it."""
+    for found in backends.run(2, futures):
+        assert all(found.values()), found
+
+
 def nested(_rank, _size):
     """A callback that runs another operation and waits for it, as in PowerSGD's hook."""
 
@@ -90,7 +143,7 @@ def refused(_rank, _size):
 def test_bad_arguments_raise_before_any_rank_begins():
     for results in backends.run(2, refused):
         kinds = [result and result[0] for result in results]
-        assert kinds == ["ValueError"] * 6 + [None]
+        assert kinds == ["ArgumentError"] * 6 + [None]
         texts = [result[1] for result in results[:6]]
         assert "float32, got bxor" in texts[0]
         assert "bool, got avg" in texts[1]

@@ -94,7 +94,7 @@ def test_impossible_timeouts():
     without_limit = found.pop(2)  # wait(0)
     assert without_limit[0] is None
     for name, text in found:
-        assert name == "ValueError"
+        assert name == "ArgumentError"
         assert "timeout must be positive and at most 1000000000 s" in text
 
 

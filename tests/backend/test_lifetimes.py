@@ -46,7 +46,7 @@ def call_wrongly(_rank, _size, what):
 
 @pytest.mark.parametrize("what", WRONG_LISTS)
 def test_wrong_lists_are_refused(what):
-    assert "ValueError" in backends.run(2, call_wrongly, what, seconds=20)
+    assert "ArgumentError" in backends.run(2, call_wrongly, what, seconds=20)
 
 
 def fail_often(rank, _size):

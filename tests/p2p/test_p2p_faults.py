@@ -158,6 +158,11 @@ def test_timeouts(world):
     groups = world(2, timeout=0.3).groups
     found = outcome(lambda: pycomm.recv(x, group=groups[0]))
     assert "for a message from any rank" in found["text"]
+    groups = world(2, timeout=0.3).groups
+    found = outcome(lambda: pycomm.recv(x, 1, group=groups[1]))
+    assert "rank 1 waited 0.3 s for a message from itself during recv(" in found["text"]
+    found = outcome(lambda: pycomm.barrier(group=groups[0]))  # as other ranks are told
+    assert "rank 1 waited 0.3 s for a message from itself" in found["text"]
 
 
 def test_an_asynchronous_receive_has_its_own_timeout(world):

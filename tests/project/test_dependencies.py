@@ -72,7 +72,7 @@ PYTHON_LAYERS = [
     },
     {"_runtime.threads", "errors"},
     {"_runtime.torch_module", "_runtime.torch_private", "_runtime.waiting"},
-    {"_runtime.gloo"},
+    {"_runtime.gloo", "_runtime.turns"},
     {
         "_runtime.carriers",
         "_inputs.arguments",

@@ -56,7 +56,7 @@ def test_all_begin_with_the_first_ranks_parameters(world):
 
 def checkpointed_loss(module, rank, step):
     x = ddp.batch(rank, step).requires_grad_()
-    return checkpoint(module, x, use_reentrant=True).square().mean()
+    return checkpoint(module, x, use_reentrant=True, preserve_rng_state=False).square().mean()
 
 
 def in_all_ways(group):

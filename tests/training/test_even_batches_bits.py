@@ -136,7 +136,9 @@ def penalty(model, optimizer, x):
 
 
 def reentrant_checkpoint(model, optimizer, x):
-    checkpoint(model, x.requires_grad_(), use_reentrant=True).square().mean().backward()
+    x.requires_grad_()
+    output = checkpoint(model, x, use_reentrant=True, preserve_rng_state=False)
+    output.square().mean().backward()
     optimizer.step()
 
 

@@ -126,6 +126,35 @@ def refused(state, state_dict, match):
     assert same_tensors(before, state.state_dict())
 
 
+def test_another_kind_of_state_is_refused(world):
+    """All pairs of kinds; a state's dict from before kinds were saved loads as ever."""
+
+    def make_all(group):
+        named = list(ddp.Given().named_parameters())
+        optimizer = torch.optim.SGD([parameter for _, parameter in named], 0.1)
+        return {
+            "none": hooks.AllReduceState(group=group),
+            "Cast": hooks.CommState(pycomm.Cast(), named, group=group),
+            "Identity": hooks.CommState(pycomm.Identity(), named, group=group),
+            "Int8": hooks.Int8State(named, group=group),
+            "TopK": hooks.TopKState(named, group=group),
+            "local SGD": hooks.LocalSGDState(named, optimizer, period=2, group=group),
+        }
+
+    states = make_all(world(1).groups[0])
+    for saved_kind, giver in states.items():
+        given = saved(giver.state_dict())
+        for kind, taker in states.items():
+            if kind == saved_kind:
+                taker.load_state_dict(given)
+            else:
+                name = "LocalSGDState" if kind == "local SGD" else kind
+                refused(taker, given, f"of .*{name}, got that of .*{saved_kind}$")
+    old = saved(states["Int8"].state_dict())
+    del old["compression"]
+    states["Int8"].load_state_dict(old)
+
+
 def save_together(group, folder):
     """Saves with torch.distributed.checkpoint, which keeps one tensor of each name."""
     from torch.distributed import checkpoint

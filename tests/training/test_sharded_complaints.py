@@ -229,7 +229,8 @@ def test_activation_checkpointing(world, stage, reentrant):
             self.inner = network()
 
         def forward(self, x):
-            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=reentrant)
+            x.requires_grad_()
+            return checkpoint(self.inner, x, use_reentrant=reentrant, preserve_rng_state=False)
 
     compare(world, stage, Recomputed())
 

@@ -265,9 +265,11 @@ void Engine::check_deadlines(Clock::time_point now, Clock::duration time) {
 
 void Engine::time_out(const Request& request, Clock::duration time) {
   Comm& comm = node_.comm;
-  const int culprit = request.peer == kAnySource ? node_.rank() : comm.culprit(request.peer);
+  const int self = comm.number(node_.rank());
   const double seconds = std::chrono::duration<double>(time).count();
-  comm.abort(timeout_word(comm.number(culprit), comm.number(node_.rank()), seconds));
+  comm.abort(request.peer == kAnySource
+                 ? any_source_timeout_word(self, seconds)
+                 : timeout_word(comm.number(comm.culprit(request.peer)), self, seconds));
   throw Stopped();
 }
 

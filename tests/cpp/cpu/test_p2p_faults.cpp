@@ -92,6 +92,18 @@ void any_source_times_out() {
        error.what());
 }
 
+void a_receive_from_itself_times_out() {
+  World world(2);
+  Bytes data(8);
+  Options options;
+  options.timeout = std::chrono::milliseconds(200);
+  const CollectiveError error =
+      error_of([&] { world[1].recv(data.data(), envelope(1, 0, 8), options); });
+  must(error.reason == Reason::timeout && error.rank == 1, error.what());
+  must(std::string(error.what()).find("for a message from itself") != std::string::npos,
+       error.what());
+}
+
 void a_send_times_out() {
   World world(2, 64 << 10, 0, 0.3);
   Bytes data(100000);
@@ -370,6 +382,7 @@ int main() {
       {"mismatch_names_both_sides", mismatch_names_both_sides},
       {"times_out", times_out},
       {"any_source_times_out", any_source_times_out},
+      {"a_receive_from_itself_times_out", a_receive_from_itself_times_out},
       {"a_send_times_out", a_send_times_out},
       {"notices_who_leaves", notices_who_leaves},
       {"abort_ends_all", abort_ends_all},
