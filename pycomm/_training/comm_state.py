@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,11 @@ from pycomm.compression import Cast, Compression, Identity, Int8
 from pycomm.errors import PycommError
 from pycomm.group import Group
 
+_DROPPED = (
+    "averaged gradients were dropped without a step, so residuals are as before their exchange: "
+    "set comm_state.undo_dropped to False if they were used elsewhere, else to True"
+)
+
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -56,11 +62,15 @@ class CommState(SavedState):
     Attributes:
         step: the number of steps that have begun; a step exchanges every parameter once.
         group: the group that exchanges.
+        undo_dropped: restore residuals if the wrapper finds that averages were dropped without a
+            step. Set it to False if averages are used elsewhere before they are dropped, such as
+            in sums of the program's own. None, the default, restores them with a warning.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
     """
 
+    undo_dropped: bool | None = None
     _residuals_lost = 0  # ranks; states that were pickled by older versions have none
     _holders = 0  # ranks that had residuals before a regroup() that has failed
 
@@ -269,7 +279,10 @@ class CommState(SavedState):
             self._unstepped = None
         elif not any(p.grad is not None and p.grad.any() for p in parameters):
             self._unstepped = None
-            if self._residuals.undo_exchange():
+            if self.undo_dropped is None:
+                self.undo_dropped = True
+                warnings.warn(_DROPPED, stacklevel=2)
+            if self.undo_dropped and self._residuals.undo_exchange():
                 self._plan_anew()
 
     def sends_dense(self, parameter: torch.Tensor) -> bool:

@@ -131,6 +131,39 @@ def test_gradients_that_are_added_to_are_not_dropped(monkeypatch):
 LAYERS = nn.Linear(64, 64), nn.Linear(64, 64)
 
 
+def sums_of_its_own(group, undo):
+    """Averages are added up elsewhere; returns all that was used and waits, and all there was."""
+    model = pycomm.DataParallel(copy.deepcopy(NETWORK), compression=pycomm.TopK(0.05), group=group)
+    model.comm_state.undo_dropped = undo
+    weight = model.module[0].weight
+    mine, used = torch.zeros_like(weight), torch.zeros_like(weight)
+
+    def note(gradient):
+        mine.add_(gradient)
+
+    weight.register_hook(note)
+    for step in range(6):
+        wrapped.batch_loss(model, group.rank, step).backward()
+        used += weight.grad
+        model.zero_grad()
+    waits = model.comm_state.residual("0.weight").clone()
+    for tensor in (mine, waits):
+        pycomm.all_reduce(tensor, "avg", group=group)
+    return used + waits, mine
+
+
+def test_a_program_that_uses_averages_elsewhere_keeps_residuals():
+    for used, there_was in on_ranks(functools.partial(sums_of_its_own, undo=False)):
+        assert torch.allclose(used, there_was, rtol=0, atol=1e-6)
+    for used, there_was in on_ranks(functools.partial(sums_of_its_own, undo=True)):
+        assert not torch.allclose(used, there_was, rtol=0, atol=1e-3)
+
+
+def test_the_first_one_warns():
+    with pytest.warns(UserWarning, match="undo_dropped"):
+        on_ranks(functools.partial(train, compression=pycomm.TopK(0.05), discards=(2, 4)))
+
+
 def adversarial(group, compression):
     """A generator and a discriminator; the generator's backward leaves gradients in both."""
     wrap = functools.partial(pycomm.DataParallel, group=group, compression=compression)
