@@ -193,6 +193,9 @@ class GradientExchange:
             self.keep_local(parameter)
             unannounced.note(parameter)
             return
+        if not self._in_backward and self.shards is not None:
+            # It is this backward's already, with all that it was added to.
+            self.shards.forget_local(parameter)
         self.begin_backward()
         if self._ready is not None:
             self._ready.append(parameter)
@@ -283,6 +286,8 @@ class GradientExchange:
         arrived = any(bucket.arrived for bucket in self._buckets)
         if not arrived and first is not None and leads_to(first, self._bucket_of):
             self._in_backward = False  # torch.autograd.grad for something else
+            if self._ring is not None:
+                self._ring.resume(self.parameters)
             if not creates_graph:  # else it becomes part of a loss
                 self.promise.settle()
         else:
