@@ -216,6 +216,7 @@ class GradientExchange:
         """Handles a gradient of a backward without an exchange."""
         if self.shards is not None:
             self.shards.forget_dropped(parameter)
+            unannounced.note(parameter, inside_no_sync=True)
 
     def _complete_last(self) -> None:
         """Averages what the last backward has left to a step, before this one adds to it."""
