@@ -289,7 +289,9 @@ class GradientExchange:
             self._in_backward = False  # torch.autograd.grad for something else
             if self._ring is not None:
                 self._ring.resume(self.parameters)
-            if not creates_graph:  # else it becomes part of a loss
+            if creates_graph:  # it becomes part of a loss
+                self.promise.withdraw()
+            else:
                 self.promise.settle()
         else:
             self._exchange_rest()
