@@ -87,10 +87,10 @@ def test_a_step_whose_last_backward_was_not_sent_raises(world, mode):
         model = habits.wrap(network(), group, mode)
         optimizer = habits.optimizer_for(model, mode)
         before = [parameter.detach().clone() for parameter in model.parameters()]
+        for number in range(2):
+            with model.no_sync() if number % 2 else contextlib.nullcontext():
+                loss_of(model, group.rank, number).backward()
         with pytest.raises(RuntimeError, match=r"last backward was inside of no_sync\(\)"):
-            for number in range(2):
-                with model.no_sync() if number % 2 else contextlib.nullcontext():
-                    loss_of(model, group.rank, number).backward()
             optimizer.step()
         assert all(map(torch.equal, before, model.parameters()))
         optimizer.zero_grad()
