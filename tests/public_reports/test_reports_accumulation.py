@@ -198,3 +198,41 @@ def test_an_error_on_one_rank_ends_the_others(world):
 
     with pytest.raises(ArithmeticError, match="loss is nan"):
         world(2).run(body)
+
+
+@pytest.mark.xfail(strict=True, reason="averages that were used seem to have been dropped")
+@pytest.mark.parametrize("compression", [pycomm.Int8(), pycomm.TopK(0.02)])
+def test_averages_that_are_added_up_elsewhere(world, compression):
+    """DeepSpeed#7985, written by hand: sums in fp32, and gradients are dropped after each backward.
+
+    All ranks' gradients together are what has been used, and the mean of what waits.
+    """
+
+    def body(group):
+        model = pycomm.DataParallel(network(), group=group, compression=compression)
+        optimizer = habits.optimizer_for(model)
+        weight = model.module[2].weight
+        mine, used = torch.zeros(weight.shape), torch.zeros(weight.shape)
+
+        def note(gradient):
+            mine.add_(gradient)
+
+        weight.register_hook(note)
+        for step in range(4):
+            sums = [torch.zeros(parameter.shape) for parameter in model.parameters()]
+            for part in range(3):
+                loss_of(model, group.rank, 3 * step + part).backward()
+                used += weight.grad
+                for total, parameter in zip(sums, model.parameters(), strict=True):
+                    total += parameter.grad
+                model.zero_grad()
+            for total, parameter in zip(sums, model.parameters(), strict=True):
+                parameter.grad = total
+            optimizer.step()
+            model.zero_grad()
+        waiting = model.comm_state.residual("2.weight").view(weight.shape).clone()
+        for tensor in (mine, waiting):
+            pycomm.all_reduce(tensor, "avg", group=group)
+        torch.testing.assert_close(used + waiting, mine, rtol=0, atol=1e-5)
+
+    world(2).run(body)
