@@ -4,6 +4,9 @@
 DistributedDataParallel. A program that wants to look at gradients does so, and zeroes them. The
 next exchange averages what is left. A step before that would give each rank other parameters, so
 it raises an error.
+
+Where ranks divide the optimizer's states, the same goes for backwards inside of no_sync(): each
+rank would update its share with its own gradients.
 """
 
 from __future__ import annotations
