@@ -193,6 +193,9 @@ class GradientExchange:
             self.keep_local(parameter)
             unannounced.note(parameter)
             return
+        if not self._in_backward and self.shards is not None:
+            # It is this backward's already, with all that it was added to.
+            self.shards.forget_local(parameter)
         self.begin_backward()
         if self._ready is not None:
             self._ready.append(parameter)
@@ -213,6 +216,7 @@ class GradientExchange:
         """Handles a gradient of a backward without an exchange."""
         if self.shards is not None:
             self.shards.forget_dropped(parameter)
+            unannounced.note(parameter, inside_no_sync=True)
 
     def _complete_last(self) -> None:
         """Averages what the last backward has left to a step, before this one adds to it."""
@@ -283,7 +287,11 @@ class GradientExchange:
         arrived = any(bucket.arrived for bucket in self._buckets)
         if not arrived and first is not None and leads_to(first, self._bucket_of):
             self._in_backward = False  # torch.autograd.grad for something else
-            if not creates_graph:  # else it becomes part of a loss
+            if self._ring is not None:
+                self._ring.resume(self.parameters)
+            if creates_graph:  # it becomes part of a loss
+                self.promise.withdraw()
+            else:
                 self.promise.settle()
         else:
             self._exchange_rest()

@@ -128,6 +128,7 @@ class GradientRing:
         self.buffers: list[torch.Tensor] = []
         self._portions = {id(bucket.parameters[0]): self._divide(bucket) for bucket in buckets}
         self._adds: set[int] = set()  # ids of parameters whose averages are added to
+        self._zeroed: set[int] = set()  # ids of those that were found zeroed
         self._works: list[Work | None] = [None] * SLOTS
         self._sent = self._gathered_bytes = 0
 
@@ -164,6 +165,7 @@ class GradientRing:
         if gradient is stand_in.tensor and stand_in.is_zeroed():
             self.own(parameter).zero_()
             stand_in.renew()
+            self._zeroed.add(id(parameter))
             return True
         raise RuntimeError(
             f"gradient of a parameter of shape {tuple(parameter.shape)} has been changed, but "
@@ -188,11 +190,21 @@ class GradientRing:
                 them: for a rank whose backward has raised, and whose result is dropped.
         """
         self._adds.clear()
+        self._zeroed.clear()
         for parameter in parameters:
             if id(parameter) in self._kept if noted else self.is_divided(parameter):
                 self._adds.add(id(parameter))
                 parameter.grad = None  # backward would add to it
         self._kept.clear()
+
+    def resume(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Undoes :meth:`begin` after a backward that brought no gradients.
+
+        Gradients that were zeroed stay away, so that a loss of this backward's results may come
+        next, which does not pass the outputs.
+        """
+        self.keep(p for p in parameters if self.accumulates(p) and id(p) not in self._zeroed)
+        self._adds.clear()
 
     @property
     def adds(self) -> bool:

@@ -94,6 +94,11 @@ class Promise:
         if self._work is not None:
             self._work.wait()
 
+    def withdraw(self) -> None:
+        """Ends an announcement of averages that no exchange has followed."""
+        self._announced = 0
+        self._work = None
+
     def settle(self, dropped: bool = False) -> None:
         """Ends a backward; other forwards before it may have backwards of their own."""
         ended = self._forwards & self._entered
@@ -103,8 +108,7 @@ class Promise:
         self._taken -= self._entered
         self._left, self._entered = set(self._forwards), set()
         self.open = bool(self._forwards)
-        self._announced = 0
-        self._work = None
+        self.withdraw()
 
 
 class Errors(NamedTuple):

@@ -322,6 +322,15 @@ class Shards:
         del local[id(parameter)]  # zeroed
         return False
 
+    def forget_local(self, parameter: torch.Tensor) -> None:
+        """Forgets the last backward's gradient, as one has come before it could be averaged.
+
+        That one is this rank's own, too, as is the sum of both.
+        """
+        self.local.pop(id(parameter), None)
+        if self.ring is not None:
+            self.ring.forget_dropped(parameter)
+
     def forget_dropped(self, parameter: torch.Tensor) -> None:
         """Forgets a gradient that the user has dropped, as another one has come."""
         noted = self.local.get(id(parameter))

@@ -4,6 +4,9 @@
 DistributedDataParallel. A program that wants to look at gradients does so, and zeroes them. The
 next exchange averages what is left. A step before that would give each rank other parameters, so
 it raises an error.
+
+Where ranks divide the optimizer's states, the same goes for backwards inside of no_sync(): each
+rank would update its share with its own gradients.
 """
 
 from __future__ import annotations
@@ -46,18 +49,29 @@ class Snapshot(NamedTuple):
         return self.is_still(gradient) or bool(gradient.any())
 
 
-_noted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # snapshots by parameter
+_ELSEWHERE = (
+    "a backward has added to it that did not begin in the outputs of the wrapper's forward, or "
+    "whose forward was inside of no_sync(). Call the wrapper instead of its module, or zero the "
+    "gradients; to step on each rank's own, run the backward, too, inside of no_sync()"
+)
+_NOT_SENT = (
+    "the last backward was inside of no_sync(), and with shard= no rank can step on its own "
+    "gradients: run the last backward before each step outside of no_sync(), or zero the gradients"
+)
+
+# Snapshots by parameter, and why they are no averages.
+_noted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()  # as ranks may be threads
 _watch: RemovableHandle | None = None  # of optimizers, while there are any
 
 
-def note(parameter: torch.Tensor) -> None:
+def note(parameter: torch.Tensor, inside_no_sync: bool = False) -> None:
     """Records that the parameter's gradient is not the ranks' average any more."""
     global _watch
     if parameter.grad is None:  # another hook has dropped it
         return
     with _lock:
-        _noted[parameter] = Snapshot.of(parameter.grad)
+        _noted[parameter] = Snapshot.of(parameter.grad), _NOT_SENT if inside_no_sync else _ELSEWHERE
         if _watch is None:
             _watch = register_optimizer_step_pre_hook(_check)
 
@@ -78,12 +92,9 @@ def forget(parameters: Iterable[torch.Tensor]) -> None:
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            noted: Snapshot | None = _noted.get(parameter)  # type: ignore[no-untyped-call]
-            if noted is not None and noted.counts(parameter.grad):
+            noted: tuple[Snapshot, str] | None = _noted.get(parameter)  # type: ignore[no-untyped-call]
+            if noted is not None and noted[0].counts(parameter.grad):
                 raise RuntimeError(
                     f"gradient of a parameter of shape {tuple(parameter.shape)} is not the ranks' "
-                    "average: a backward has added to it that did not begin in the outputs of the "
-                    "wrapper's forward, or whose forward was inside of no_sync(). Call the wrapper "
-                    "instead of its module, or zero the gradients; to step on each rank's own, run "
-                    "the backward, too, inside of no_sync()"
+                    f"average: {noted[1]}"
                 )
