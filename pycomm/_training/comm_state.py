@@ -64,13 +64,15 @@ class CommState(SavedState):
         group: the group that exchanges.
         undo_dropped: restore residuals if the wrapper finds that averages were dropped without a
             step. Set it to False if averages are used elsewhere before they are dropped, such as
-            in sums of the program's own. None, the default, restores them with a warning.
+            in sums of the program's own. None, the default, restores them with a warning, but not
+            before the first step, because a program without steps reads the averages.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
     """
 
     undo_dropped: bool | None = None
+    _takes_steps = False  # True once a step has been seen
     _residuals_lost = 0  # ranks; states that were pickled by older versions have none
     _holders = 0  # ranks that had residuals before a regroup() that has failed
 
@@ -276,10 +278,10 @@ class CommState(SavedState):
         if self._unstepped is None:
             return
         if not self._unstepped.holds(parameters):
-            self._unstepped = None
+            self._unstepped, self._takes_steps = None, True
         elif not any(p.grad is not None and p.grad.any() for p in parameters):
             self._unstepped = None
-            if self.undo_dropped is None:
+            if self.undo_dropped is None and self._takes_steps:
                 self.undo_dropped = True
                 warnings.warn(_DROPPED, stacklevel=2)
             if self.undo_dropped and self._residuals.undo_exchange():

@@ -170,7 +170,12 @@ class Recomputed(nn.Module):
     def forward(self, x):
         x = self.embedding(x)
         for layer in self.layers:
-            x = checkpoint(lambda y, one=layer: one(y).tanh(), x, use_reentrant=self.reentrant)
+            x = checkpoint(
+                lambda y, one=layer: one(y).tanh(),
+                x,
+                use_reentrant=self.reentrant,
+                preserve_rng_state=False,
+            )
         return self.head(x)
 
 
