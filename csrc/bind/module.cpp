@@ -9,6 +9,7 @@
 #include "bind/registry.h"
 #include "core/algorithms/table.h"
 #include "core/optim/table.h"
+#include "cpu/fork.h"
 #include "cpu/group.h"
 #include "cpu/threads.h"
 
@@ -173,6 +174,22 @@ void bind_works_and_windows(py::module_& m) {
       },
       py::arg("bytes"), py::arg("name"), py::call_guard<py::gil_scoped_release>());
   m.def("thread_limits", &cpu::thread_limits);
+  m.def(
+      "close_in_children", [](const std::vector<int>& sockets) { cpu::close_in_children(sockets); },
+      py::arg("sockets"));
+  m.def(
+      "make_private_in_children",
+      [](std::uintptr_t data, std::int64_t bytes, int fd, std::int64_t position) {
+        cpu::make_private_in_children(reinterpret_cast<std::byte*>(data), bytes, fd, position);
+      },
+      py::arg("data"), py::arg("bytes"), py::arg("fd"), py::arg("position"));
+  m.def(
+      "leave_to_children",
+      [](std::uintptr_t data, std::int64_t bytes) {
+        cpu::leave_to_children(reinterpret_cast<std::byte*>(data), bytes);
+      },
+      py::arg("data"), py::arg("bytes"));
+  m.def("copy_at_fork", &cpu::copy_at_fork);
   m.attr("window_layout") = cpu::kLayout;
 }
 
