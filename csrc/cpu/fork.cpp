@@ -174,8 +174,9 @@ void leave_to_children(std::byte* data, std::int64_t bytes) {
     }
     next = own.pages.erase(next);
     if (begin < data) own.pages[begin] = {data - begin, pages.fd, pages.position};
-    if (end < pages_end)
+    if (end < pages_end) {
       own.pages[end] = {pages_end - end, pages.fd, pages.position + (end - begin)};
+    }
   }
 }
 
