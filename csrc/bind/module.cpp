@@ -227,6 +227,7 @@ void bind_group(py::module_& m) {
       .def(
           "abort", [](Group& group) { group.abort(); }, py::call_guard<WithoutGil>())
       .def_property_readonly("unresponsive", &Group::unresponsive)
+      .def_property_readonly("ended_by", &Group::ended_by)
       .def("raise_again", &Group::raise_again)
       .def(
           "trim", [](Group& group) { group.trim(check_signals); }, py::call_guard<WithoutGil>())
