@@ -3,7 +3,7 @@
 Such tensors lie in shared memory, which a fork does not copy. C++ makes them private to every child
 (csrc/cpu/fork.h). This module asks for a copy before each fork of Python's, so that the child has
 their values at the fork, as of other tensors: a child that writes a checkpoint must not see later
-steps. Workers of a DataLoader are forked often, and have no use for a model: they get no copy.
+steps.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from types import FrameType
 
 from pycomm import _C
 
-# Modules with iterators over worker processes, which they start in their __init__.
-_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
+# Functions that fork often, for children that have no use for a model, or for a program to execute.
+_NEED_NO_COPY = {
+    ("torch.utils.data.dataloader", "__init__"),
+    ("torchdata.stateful_dataloader.stateful_dataloader", "__init__"),
+    ("subprocess", "_execute_child"),
+}
 
 
 def _prepare() -> None:
-    if _starts_worker_of_loader():
-        return
-    if not _C.copy_at_fork():
+    if not _needs_no_copy() and not _C.copy_at_fork():
         logging.getLogger("pycomm.memory").warning(
             "no memory to copy tensors in the window for a forked process: it sees later writes"
         )
 
 
-def _starts_worker_of_loader() -> bool:
+def _needs_no_copy() -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "__init__" and frame.f_globals.get("__name__") in _LOADERS:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _NEED_NO_COPY:
             return True
         frame = frame.f_back
     return False

@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 import traceback
@@ -253,12 +254,13 @@ class Writing(Dataset):
         return index
 
 
-def test_workers_of_a_loader_get_no_copy(world, monkeypatch):
+def test_workers_of_a_loader_and_programs_get_no_copy(world, monkeypatch):
     group = world(1).groups[0]
     x, copies = group.empty(1000).fill_(1), []
     monkeypatch.setattr(forks._C, "copy_at_fork", lambda: copies.append(1) or True)
     loader = DataLoader(Writing(x), num_workers=2, multiprocessing_context="fork")
     assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+    subprocess.run(["true"], preexec_fn=lambda: x.fill_(7), check=True)
     assert copies == []
     assert bool((x == 1).all())
     in_child(lambda: None)
