@@ -17,6 +17,7 @@ from pycomm import backend, compressed_ops, exporters, hooks, ops, optim
 from pycomm._init import default_group, init, join, set_default_group
 from pycomm._names import parse_compression
 from pycomm._retired import missing_attribute
+from pycomm._runtime import forks  # noqa: F401 - what it registers
 from pycomm._runtime.plan import Plan
 from pycomm._work import Work
 from pycomm.batches import even_batches

@@ -86,6 +86,7 @@ class Group(Elastic):
         self._core = _C.Group(
             window, pids, processes, index, size, cores, timeout, first_epoch, local
         )
+        self._link = link
         if len(nodes.ranks) > 1:
             self._core.span(nodes.ranks, nodes.here, link, timeout)
         self._handle = self._core.handle

@@ -9,6 +9,7 @@
 #include "bind/registry.h"
 #include "core/algorithms/table.h"
 #include "core/optim/table.h"
+#include "cpu/fork.h"
 #include "cpu/group.h"
 #include "cpu/threads.h"
 
@@ -174,6 +175,22 @@ void bind_works_and_windows(py::module_& m) {
       },
       py::arg("bytes"), py::arg("name"), py::call_guard<py::gil_scoped_release>());
   m.def("thread_limits", &cpu::thread_limits);
+  m.def(
+      "close_in_children", [](const std::vector<int>& sockets) { cpu::close_in_children(sockets); },
+      py::arg("sockets"));
+  m.def(
+      "make_private_in_children",
+      [](std::uintptr_t data, std::int64_t bytes, int fd, std::int64_t position) {
+        cpu::make_private_in_children(reinterpret_cast<std::byte*>(data), bytes, fd, position);
+      },
+      py::arg("data"), py::arg("bytes"), py::arg("fd"), py::arg("position"));
+  m.def(
+      "leave_to_children",
+      [](std::uintptr_t data, std::int64_t bytes) {
+        cpu::leave_to_children(reinterpret_cast<std::byte*>(data), bytes);
+      },
+      py::arg("data"), py::arg("bytes"));
+  m.def("copy_at_fork", &cpu::copy_at_fork);
   m.attr("window_layout") = cpu::kLayout;
 }
 
@@ -211,6 +228,7 @@ void bind_group(py::module_& m) {
       .def(
           "abort", [](Group& group) { group.abort(); }, py::call_guard<WithoutGil>())
       .def_property_readonly("unresponsive", &Group::unresponsive)
+      .def_property_readonly("ended_by", &Group::ended_by)
       .def("raise_again", &Group::raise_again)
       .def(
           "trim", [](Group& group) { group.trim(check_signals); }, py::call_guard<WithoutGil>())

@@ -117,6 +117,14 @@ void bind_transport(py::module_& m) {
           },
           py::arg("node"), py::arg("farewell"))
       .def(
+          "told",
+          [](Transport& transport, int node, std::uint64_t word) {
+            const Farewell farewell{header_of(MessageKind::farewell, {transport.secret(), node}),
+                                    word};
+            transport.heard(node, std::as_bytes(std::span(&farewell, 1)));
+          },
+          py::arg("node"), py::arg("word"))
+      .def(
           "await_node",
           [](Transport& transport, int node) {
             dynamic_cast<PythonTransport&>(transport).await(node);

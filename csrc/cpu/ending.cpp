@@ -38,6 +38,11 @@ int Group::unresponsive() {
   return departed_ ? -1 : comm_.unresponsive();
 }
 
+std::uint64_t Group::ended_by() {
+  const std::lock_guard lock(departing_mutex_);
+  return departed_ || comm_.aborted() == 0 ? 0 : comm_.last_word();
+}
+
 void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {
   if (!idle() || closed_) return;  // its own work may follow; all ranks see one that has left
   std::vector<Group*> beyond;

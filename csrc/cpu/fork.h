@@ -1,10 +1,39 @@
-// Lets an object tell a forked child from the process that created the object.
+// What a fork does to this library: objects of the parent are refused in the child, and the child
+// has neither the parent's connections nor shared tensors.
 #pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
 
 namespace pycomm::cpu {
 
 // The number of forks between the first process and this one. An object compares it with the number
 // at the time of its creation.
 unsigned current_forks();
+
+// Closes these sockets in children that are forked from now on. With them, a child that outlives
+// this process would seem to be it: the other side notices the end of a connection only when its
+// last descriptor is closed. A descriptor that is another file by then is left alone.
+void close_in_children(std::span<const int> sockets);
+
+// A fork does not copy shared memory. So a child replaces the tensors that this process has in
+// windows by private ones, and its writes stay its own.
+//
+// After copy_at_fork(), the child has the values at the fork, as of ordinary memory. Otherwise it
+// has what their pages hold when it first writes to them: it sees later writes of its parent and of
+// other ranks.
+
+// Adds pages of a file that are mapped at `data`.
+void make_private_in_children(std::byte* data, std::int64_t bytes, int fd, std::int64_t position);
+// Removes pages, perhaps a part of what was added.
+void leave_to_children(std::byte* data, std::int64_t bytes);
+
+// Copies all that was added, for the child of this thread's next fork. Children of several forks
+// share the copy as long as the values are the same and nobody drops it. Returns false if memory
+// does not suffice.
+bool copy_at_fork();
+// Frees the copy. Costs next to nothing if there is none.
+void drop_copy_for_children();
 
 }  // namespace pycomm::cpu

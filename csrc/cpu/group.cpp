@@ -162,6 +162,7 @@ void Group::serve() {
 
 bool Group::execute(const Task& task, void (*interrupt)(), std::int64_t* moved) {
   bool nonfinite = false;
+  drop_copy_for_children();  // the next one would differ: operations write to tensors
   comm_.recorder().set_subject(task.subject);
   for (const Call& call : task.calls) snapshot_residuals(call, size_);
   try {

@@ -142,6 +142,8 @@ class Group {
 
   // As in Comm, until close(); afterwards -1.
   int unresponsive();
+  // The abort word that ranks of other nodes shall hear; 0 if the group works or is closed.
+  std::uint64_t ended_by();
   // Has the next operation raise the group's failure, although it has been raised.
   void raise_again() { *told_ = false; }
 

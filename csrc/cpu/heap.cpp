@@ -48,6 +48,12 @@ Mapping::~Mapping() {
 Mapping::Mapping(Mapping&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
 
+HeapMap::~HeapMap() {
+  for (const auto& [offset, allocation] : allocations_) {
+    leave_to_children(allocation.data, allocation.bytes);
+  }
+}
+
 Range HeapMap::chunk_at(std::int64_t offset) const {
   const std::int64_t begin = offset / kMappedChunk * kMappedChunk,
                      heap_end = heap_.begin + heap_.count;
@@ -75,6 +81,7 @@ std::byte* HeapMap::map(const Range& offsets) {
   const std::lock_guard lock(mutex_);
   Allocation made = make(offsets);
   std::byte* const data = made.data;
+  make_private_in_children(data, offsets.count, fd_, begin_ + offsets.begin);
   const auto address = reinterpret_cast<std::uintptr_t>(data);
   allocations_.emplace(offsets.begin, std::move(made));
   places_[address] = offsets.begin;
@@ -89,6 +96,7 @@ bool HeapMap::unmap(std::int64_t offset) {
   const auto found = allocations_.find(offset);
   places_.erase(reinterpret_cast<std::uintptr_t>(found->second.data));
   const bool detached = !found->second.detached.empty();
+  leave_to_children(found->second.data, found->second.bytes);
   if (!found->second.own) {
     // Frees private pages now, because the chunk may stay for other allocations.
     if (detached) {
@@ -171,6 +179,7 @@ void HeapMap::detach(const Range& pages) {
 // `within`: pages of the allocation at `begin`.
 void HeapMap::make_private(std::byte* allocation, std::int64_t begin, const Range& within) {
   std::byte* const data = allocation + within.begin;
+  leave_to_children(data, within.count);
   remap(data, {begin + within.begin, within.count}, MAP_PRIVATE);
   // A private page remains the file's until it is written to. Other threads of this process may be
   // writing to it. An atomic write of the present value loses none of their data.

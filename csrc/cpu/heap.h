@@ -66,6 +66,9 @@ class HeapMap {
  public:
   // `begin` is the position of offset 0 in the file; `heap` is the range of valid offsets.
   HeapMap(int fd, std::int64_t begin, const Range& heap) : fd_(fd), begin_(begin), heap_(heap) {}
+  ~HeapMap();
+  HeapMap(const HeapMap&) = delete;
+  HeapMap& operator=(const HeapMap&) = delete;
 
   // Maps an allocation of this process. Its address stays valid until unmap().
   std::byte* map(const Range& offsets);

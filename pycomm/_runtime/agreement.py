@@ -6,7 +6,8 @@
 2. The survivors tell the coordinator that they have come, and which decision of
    :meth:`pycomm.Group.should_commit` they know last. It waits until every other rank has come, or
    has ended, or has let the others wait until the timeout. A rank that asks for a decision need not
-   wait any longer once any rank that has come knows it: its outcome holds for all.
+   wait any longer once any rank that has come knows it: its outcome holds for all. It also tells
+   those that have not come that the group has failed.
 3. It answers all of them: with the outcome of the decision if any of them knows it, or with the
    members of the smaller group and the address of a Store, over which these set up their memory and
    connections (pycomm/_runtime/rendezvous.py). Meanwhile the coordinator watches their connections.
@@ -30,7 +31,7 @@ import select
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycomm._runtime.listener import LEFT_OUT, Connection, Listener
+from pycomm._runtime.listener import LEFT_OUT, Alarm, Connection, Listener
 from pycomm._runtime.stores import reach, serve
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import Aborted, GroupUnusable, Timeout
@@ -52,6 +53,8 @@ class Agreement:
         unresponsive: the rank that has ended the group because it did not answer, if there is one.
         excluded: ranks that all survivors leave out.
         patience: seconds to wait for ranks that live but do not come.
+        word: the abort word of the group that has failed, for ranks that do not know of it; 0 tells
+            them nothing.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class Agreement:
         unresponsive: Collection[int],
         excluded: Collection[int],
         patience: float,
+        word: int = 0,
     ) -> None:
         self._listener, self._rank, self._ranks = listener, rank, ranks
+        self._alarm = Alarm(rank, word, listener.group)
         self._unresponsive, self._patience = unresponsive, patience
         self._left_out = {*unresponsive, *excluded}
         self._probes: dict[int, Connection] = {}
@@ -110,7 +115,7 @@ class Agreement:
         if self._store is None:
             self._store = reach(answer["store"], self._patience, self._given_up)
         self._listener.decisions, self._listener.outcome = answer["decided"]
-        self._listener.members = answer["members"]
+        self._listener.enter(answer["members"], "{}:{}".format(*answer["store"]))
         return self._store, answer["members"], json.loads(self._store.get("everyone"))
 
     def _check_member(self) -> None:
@@ -187,6 +192,7 @@ class Agreement:
                     {
                         "token": listener.addresses[rank][2],
                         "rank": self._rank,
+                        "failed": self._alarm,
                         "settles": settles,
                         "decided": [listener.decisions, listener.outcome],
                         "mine": self._mine,
@@ -255,12 +261,18 @@ class Agreement:
                 self._probes[rank] = self._listener.connect(rank)
             probe = self._probes[rank]
             if probe.established:
+                self._alert(rank, probe)
                 probe.hear()
             if probe.unreachable:
                 unreachable.append(rank)
             elif not probe.ended and not (rank in self._left_out and probe.established):
                 missing.append(rank)
         return missing, unreachable
+
+    def _alert(self, rank: int, probe: Connection) -> None:
+        """Tells a rank, once, that the group has failed: it may not know it."""
+        if self._alarm.word and not probe.spoken and rank not in self._left_out:
+            probe.say({"token": self._listener.addresses[rank][2], "failed": self._alarm})
 
     def _doubtful(self) -> list[int]:
         """The rank that did not answer, if it lives: it may blame the others for the same."""

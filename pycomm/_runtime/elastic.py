@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from pycomm import _C
     from pycomm._runtime.growth import Growth
-    from pycomm._runtime.listener import Listener
+    from pycomm._runtime.listener import Alarm, Listener
     from pycomm._runtime.rendezvous import Membership
 
 _PATIENCE_WITH_NEWCOMERS = 30.0
@@ -40,6 +41,7 @@ class Elastic(Observed):
     name: str
     ranks: tuple[int, ...]
     _told: set[str]
+    _link: _C.Transport | None
 
     if TYPE_CHECKING:  # what Group has
 
@@ -59,6 +61,7 @@ class Elastic(Observed):
         self._meets_survivors = False  # in shrink()
         self._growth: Growth[Self] | None = None  # if the ranks are processes
         self._unresponsive = -1  # the rank that has ended the group because it did not answer
+        self._ended_by = 0  # the abort word
         self._decides = len(self.nodes) == 1  # False for threads with simulated nodes
 
     def should_commit(self, ready: bool = True) -> bool:
@@ -159,8 +162,9 @@ class Elastic(Observed):
             self._meets_survivors = True
             self._unresponsive = max(self._core.unresponsive, self._unresponsive)
             self._abort_operations()
+            self._ended_by = self._core.ended_by or self._ended_by
             self._leave()
-            smaller = survivors.shrink(self._unresponsive, exclude, patience)
+            smaller = survivors.shrink(self._unresponsive, exclude, patience, self._ended_by)
         except Timeout:  # this rank is still one that others wait for, and may shrink again
             self._meets_survivors = False
             raise
@@ -275,6 +279,8 @@ class Elastic(Observed):
             mine,
             lambda members, ranks: make(members, ranks)._survive(listener, rank, mine, make),
         )
+        if self._link is not None:
+            listener.watch(functools.partial(_tell, self._link, self.ranks, self.nodes))
         return self
 
     def _stop_shrinking(self) -> None:
@@ -289,3 +295,12 @@ class Elastic(Observed):
             survivors.listener.close()
         if self._growth is not None:
             self._growth.close()
+
+
+def _tell(
+    link: _C.Transport, ranks: Sequence[int], nodes: Sequence[Sequence[int]], alarm: Alarm
+) -> None:
+    """Takes the alarm of a rank of another node for that node's farewell."""
+    for node, local in enumerate(nodes):
+        if alarm.rank in (ranks[rank] for rank in local):
+            link.told(node, alarm.word)

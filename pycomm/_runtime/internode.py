@@ -142,7 +142,8 @@ def connect(
             gloo = dist.ProcessGroupGloo(carriers, nodes.here, count, left)
             new = _inheritable_sockets() - before
             for fd in new:
-                os.set_inheritable(fd, False)  # so that exec closes the connections
+                os.set_inheritable(fd, False)  # so that exec closes the connections,
+            _C.close_in_children(list(new))  # and a fork does
             hosts.append(local_address(new))
             made.append(gloo)
         except Exception as error:

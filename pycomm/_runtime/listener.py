@@ -16,11 +16,14 @@ import secrets
 import select
 import socket
 import stat
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pycomm._runtime.threads import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +44,27 @@ _LOOPBACK = ("127.0.0.1", "::1")
 _CROWDED = "there are too many connections, connect anew"
 # So that the kernel notices within seconds if the other host is lost.
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 6000}
+
+
+class Alarm(NamedTuple):
+    """What a rank says that gives up the group.
+
+    Attributes:
+        rank: this rank.
+        word: why, as an abort word.
+        group: the group's name at the listeners.
+    """
+
+    rank: int
+    word: int
+    group: str
+
+    @classmethod
+    def parse(cls, said: object) -> Alarm | None:
+        """The alarm that a rank of the group has sent; None if it is none."""
+        if not isinstance(said, list) or list(map(type, said)) != [int, int, str]:
+            return None
+        return cls(*said) if 0 < said[1] < 1 << 64 else None
 
 
 class Acceptor:
@@ -99,6 +123,9 @@ class Listener(Acceptor):
         self.token = secrets.token_hex(16)  # what others must know to be heard
         self.addresses: Sequence[tuple[str, int, str]] = []  # host, port and token of each rank
         self.members: Sequence[int] = []  # of the group that is left
+        self.group = ""  # a name that its members know, another one for each smaller group
+        self.alarm: Alarm | None = None  # that another rank gives it up
+        self._lookout: Lookout | None = None
         self.store: Store | None = None  # one that this rank serves
         self.waiting: dict[int, Connection] = {}  # ranks that have come, and wait for an answer
         self.decisions = 0  # how many of Group.should_commit() this rank knows,
@@ -150,8 +177,30 @@ class Listener(Acceptor):
         for stranger in dropped:
             stranger.say(_CROWDED)
             stranger.close()
+        for stranger in self.strangers:
+            heard = self._heard(stranger)
+            alarm = Alarm.parse(heard.get("failed"))
+            if alarm is not None and alarm.group == self.group:
+                self.alarm = alarm
+            if "failed" in heard and "rank" not in heard and stranger.ended:
+                stranger.close()
+                dropped.append(stranger)  # it has nothing else to say
         # Anew, because another thread, or a signal's handler, may close the listener meanwhile.
         self.strangers = [stranger for stranger in self.strangers if stranger not in dropped]
+
+    def enter(self, members: Sequence[int], group: str) -> None:
+        """Notes the group that is left: its members, and its name."""
+        self.members, self.group, self.alarm = members, group, None
+
+    def watch(self, tell: Callable[[Alarm], object]) -> None:
+        """Listens in a thread, until :meth:`take_over`, for ranks that give up the group."""
+        self._lookout = Lookout(self, tell)
+
+    def take_over(self) -> None:
+        """Ends the thread; the listener is the caller's."""
+        lookout, self._lookout = self._lookout, None
+        if lookout is not None:
+            lookout.end()
 
     def connect(self, rank: int) -> Connection:
         """A connection to another rank, perhaps not established yet."""
@@ -175,18 +224,21 @@ class Listener(Acceptor):
 
     def close(self) -> None:
         """Says that this rank is gone. Ranks that were left out before learn that instead."""
+        self.take_over()
         self._turn_away_others()
         self.close_sockets()
         self.waiting, self.strangers, self.store = {}, [], None
 
     def close_sockets(self) -> None:
-        """Leaves the store alone, whose thread a forked child lacks."""
+        """Leaves the store and the lookout alone, whose threads a forked child lacks."""
         super().close_sockets()
+        self._lookout = None
         for connection in self.waiting.values():
             connection.close()
 
     def __del__(self) -> None:  # of a group that was dropped
         if not self.closed:
+            self.take_over()
             self._turn_away_others()
             self.close_sockets()
 
@@ -196,6 +248,58 @@ class Listener(Acceptor):
             rank = self.rank_of(stranger)
             if rank is not None and rank not in self.members:
                 stranger.turn_away()
+
+
+class Lookout:
+    """A thread that hears that ranks of other nodes give up the group.
+
+    A farewell goes to other nodes between ranks that carry the same stripe (pycomm/_runtime/
+    internode.py). If such a rank has died, the others of its node may have nobody who could send
+    theirs, and its own connections tell nothing as long as another process has them, too. But
+    whoever shrinks the group connects to the others' listeners (pycomm/_runtime/agreement.py).
+
+    It has the listener to itself until it is ended.
+
+    Args:
+        listener: the listener of this rank.
+        tell: called, at most once, with the first alarm of the present group.
+    """
+
+    def __init__(self, listener: Listener, tell: Callable[[Alarm], object]) -> None:
+        self._listener, self._tell = weakref.ref(listener), tell
+        self._over = False
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="pycomm-lookout", daemon=True)
+        start_thread(self._thread)
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._over = True
+        with contextlib.suppress(OSError):  # it has ended
+            self._wake.send(b"\0")
+        if threading.current_thread() is not self._thread:  # in which a listener may be collected
+            self._thread.join()
+
+    def _run(self) -> None:
+        with self._wake, self._woken:
+            while (arrivals := self._look()) is not None:
+                arrivals.poll()
+
+    def _look(self) -> select.poll | None:
+        """Hears who has come; returns what to wait for then, or None if there is nothing left."""
+        listener = self._listener()
+        if self._over or listener is None or listener.closed:
+            return None
+        listener.accept()
+        if listener.alarm is not None:
+            self._tell(listener.alarm)
+            return None
+        arrivals = select.poll()
+        numbers = [each.fileno() for each in listener.strangers if not each.ended]
+        for number in (self._woken.fileno(), listener.socket.fileno(), *numbers):
+            if number >= 0:  # else another thread has closed it
+                arrivals.register(number, select.POLLIN)
+        return arrivals
 
 
 class Connection:

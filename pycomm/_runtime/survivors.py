@@ -54,7 +54,7 @@ class Survivors(Generic[Kind]):
             outcome = unready.item() == 0
         except CollectiveError:
             try:
-                with self._agreement(core.unresponsive, (), patience) as agreement:
+                with self._agreement(core.unresponsive, (), patience, core.ended_by) as agreement:
                     known = agreement.outcome(number)
             except BaseException:  # nobody knows what the others do: this rank cannot go on
                 listener.close()
@@ -66,17 +66,20 @@ class Survivors(Generic[Kind]):
         listener.decisions, listener.outcome = number, outcome
         return outcome
 
-    def shrink(self, culprit: int, exclude: Collection[int], patience: float) -> Kind:
+    def shrink(
+        self, culprit: int, exclude: Collection[int], patience: float, word: int = 0
+    ) -> Kind:
         """See :meth:`pycomm.Group.shrink`.
 
         Args:
             culprit: the rank that has ended the group because it did not answer, or -1.
             exclude: ranks that are left out although they may live.
             patience: seconds to wait for ranks that live but do not come.
+            word: the abort word of the group; 0 if it is not known.
         """
         deadline = Deadline(patience)
         while True:
-            with self._agreement(culprit, exclude, deadline.left()) as agreement:
+            with self._agreement(culprit, exclude, deadline.left(), word) as agreement:
                 try:
                     store, ranks, everyone = agreement.members(self._mine)
                 except PycommError:
@@ -93,7 +96,12 @@ class Survivors(Generic[Kind]):
                     if deadline.over():
                         raise
 
-    def _agreement(self, culprit: int, exclude: Collection[int], patience: float) -> Agreement:
+    def _agreement(
+        self, culprit: int, exclude: Collection[int], patience: float, word: int
+    ) -> Agreement:
+        self.listener.take_over()
         unresponsive = [self._ranks[culprit]] if culprit >= 0 else []
         excluded = [self._ranks[rank] for rank in exclude]
-        return Agreement(self.listener, self._rank, self._ranks, unresponsive, excluded, patience)
+        return Agreement(
+            self.listener, self._rank, self._ranks, unresponsive, excluded, patience, word
+        )

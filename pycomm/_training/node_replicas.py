@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -48,6 +49,14 @@ class _Area:
         self._begun = memory[:8].view(torch.int64)
         self._now = memory[places[0] : places[count]]
         self._before = memory[places[count] : places[2 * count]]
+        self._end = places[count]
+
+    def make_private_in_children(self, file: int) -> None:
+        """Makes the tensors private to forked children, as tensors in the window are."""
+        begin, page = self._begun.data_ptr(), os.sysconf("SC_PAGE_SIZE")
+        nbytes, file = -(-self._end // page) * page, os.dup(file)
+        _C.make_private_in_children(begin, nbytes, file, 0)
+        weakref.finalize(self, _leave_to_children, begin, nbytes, file)
 
     def begin_step(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
         """Copies everything that a step is about to change."""
@@ -90,6 +99,7 @@ class NodeReplicas(Replicas):
                     raise _failure(rank, -number)
                 file = _open_file(group._pids[rank], number, inode, until_made)
                 self._areas.append(_Area(file, rank, kinds, parameters))
+            self._areas[self._rank].make_private_in_children(own)
         except (OSError, MemoryError, RuntimeError) as raised:
             return error or raised
         self.tensors = self._areas[self._rank].tensors
@@ -117,6 +127,11 @@ class NodeReplicas(Replicas):
     def keepers(self, rank: int) -> list[int]:
         """See :meth:`Replicas.keepers`."""
         return [(rank + number) % self._group.size for number in range(self._group.size)]
+
+
+def _leave_to_children(begin: int, nbytes: int, file: int) -> None:
+    _C.leave_to_children(begin, nbytes)
+    os.close(file)
 
 
 def _make_file(nbytes: int, at_end: contextlib.ExitStack) -> int:

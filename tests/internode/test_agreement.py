@@ -1,6 +1,10 @@
 """The agreement of survivors: ranks are threads, with listeners of their own."""
 
 import contextlib
+import json
+import os
+import queue
+import select
 import socket
 import struct
 import threading
@@ -10,9 +14,9 @@ import helpers
 import pytest
 from torch.distributed import HashStore
 
-from pycomm._runtime import stores
+from pycomm._runtime import agreement, stores
 from pycomm._runtime.agreement import Agreement
-from pycomm._runtime.listener import Connection, Listener
+from pycomm._runtime.listener import Alarm, Connection, Listener
 from pycomm._runtime.waiting import Deadline
 from pycomm.errors import PycommError, Timeout
 
@@ -304,3 +308,106 @@ def test_survivors_agree_among_strangers():
     made = listeners()
     with crowded(made[0]), crowded(made[2]):
         assert list(agree(made, [0, 2]).values()) == [[0, 2]] * 2
+
+
+def say(listener, *messages):
+    """Says each message to the listener of rank 1 in a connection of its own; returns these."""
+    host, port, token = listener.addresses[1]
+    said = []
+    for message in messages:
+        said.append(socket.create_connection((host, port)))
+        whole = {"token": token, **message} if isinstance(message, dict) else message
+        said[-1].sendall(json.dumps(whole).encode() + b"\n")
+    return said
+
+
+NO_ALARMS = [
+    "failed",
+    [[]],
+    {},
+    {"token": "another", "failed": [0, 7, "here"]},
+    {"failed": [0, 7, "the group before"]},
+    {"failed": [0, 0, "here"]},
+    {"failed": [0, 1 << 64, "here"]},
+    {"failed": [0, True, "here"]},
+    {"failed": [0, 7]},
+    {"failed": None},
+]
+
+
+def test_a_listener_hears_that_others_give_up_the_group():
+    """Once, from one of this group. A rank that has introduced itself is not lost by that."""
+    made, told = listeners(), queue.SimpleQueue()
+    listener = made[1]
+    listener.enter(range(SIZE), "here")
+    listener.watch(told.put)
+    connected = say(listener, *NO_ALARMS)
+    connected.pop().close()
+    try:
+        with pytest.raises(queue.Empty):
+            told.get(timeout=0.2)
+        connected += say(listener, {"rank": 2, "failed": [2, 7, "here"]})
+        assert told.get(timeout=60) == Alarm(2, 7, "here")
+        connected += say(listener, {"rank": 3, "failed": [3, 8, "here"]})
+        listener.take_over()
+        listener.accept()
+        assert {2, 3} <= set(map(listener.rank_of, listener.strangers))
+        assert told.empty()
+    finally:
+        for each in (*connected, *made):
+            each.close()
+
+
+def test_a_listener_that_is_dropped_ends_its_thread():
+    (listener, *others), told = listeners(), queue.SimpleQueue()
+    listener.watch(told.put)
+    thread = listener._lookout._thread
+    time.sleep(0.1)  # it waits by now
+    del listener
+    thread.join(60)
+    assert not thread.is_alive()
+    for other in others:
+        other.close()
+
+
+def test_a_forked_child_that_closes_a_listener_leaves_its_thread_to_the_parent():
+    made, told = listeners(), queue.SimpleQueue()
+    made[1].watch(told.put)
+    lookout = made[1]._lookout
+    pid = os.fork()
+    if pid == 0:
+        try:
+            made[1].close()
+        finally:
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not select.select([lookout._woken], [], [], 0)[0]
+    connected = say(made[1], {"failed": [0, 7, ""]})
+    assert told.get(timeout=60) == Alarm(0, 7, "")
+    for each in (*connected, *made):
+        each.close()
+
+
+def test_ranks_that_do_not_come_are_told_that_the_group_has_failed(monkeypatch):
+    monkeypatch.setattr(agreement, "_PATIENCE_FOR_ANSWERS", 0.0)
+    made, told = listeners(), queue.SimpleQueue()
+    for rank in (0, 3):
+        made[rank].watch(told.put)
+    made[1].close()
+
+    def shrink(rank):
+        with Agreement(made[rank], rank, range(SIZE), (), (), 0.5, word=7) as agreement:
+            return agreement.members({})
+
+    try:
+        found = run(shrink, [2])  # rank 0 lives, so this one waits for it
+        assert isinstance(found[2], Timeout)
+        assert told.get(timeout=60) == Alarm(2, 7, "")
+        assert told.empty()
+        made[0].close()
+        found = run(shrink, [2])
+        assert isinstance(found[2], Timeout)
+        assert told.get(timeout=60) == Alarm(2, 7, "")
+    finally:
+        for listener in made:
+            listener.close()

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import helpers
 import pytest
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm._runtime import rendezvous
+from pycomm._runtime import internode, rendezvous
 
 
 def meet(group):
@@ -223,27 +224,51 @@ def test_another_thread_can_end_a_shrink():
     assert spanning.run([1, 1], abort_in_shrink, timeout=20)[0] is True
 
 
-def die_with_a_child(group, folder):
-    """Rank 0 dies; its forked child lives on until the test ends."""
+def die_with_a_child(group, victim, folder):
+    """A rank dies; its child lives on until the test ends."""
     meet(group)
-    if group.rank == 0:
+    if group.rank == victim:
         if os.fork() == 0:
             while Path(folder).exists():
                 time.sleep(0.1)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
-    spanning.operate_until_failure(group)
-    return group.shrink(20).ranks
+    error = spanning.operate_until_failure(group)
+    return type(error), error.rank, spanning.shrink(group, 200)
 
 
-def test_a_forked_child_is_not_taken_for_the_rank(tmp_path):
+def check_survivors(tmp_path, nodes, victim, function):
+    """Neither the child nor the timeout holds up the others, on any node."""
     folder = tmp_path / "lives"
     folder.mkdir()
+    left = tuple(rank for rank in range(len(nodes)) if rank != victim)
     try:
-        with spanning.ranks([1, 1], die_with_a_child, str(folder), timeout=8) as ranks:
-            assert ranks.wait_for([1])[0].value == (1,)
+        with spanning.ranks(nodes, function, victim, str(folder), timeout=200) as ranks:
+            found = [outcome.value for outcome in ranks.wait_for(left, limit=100)]
     finally:
         folder.rmdir()
+    assert found == [(pycomm.PeerDied, victim, left)] * len(left)
+
+
+@pytest.mark.parametrize("nodes", ["ab", "aab", "abb", "aabb"])
+def test_a_forked_child_is_not_taken_for_the_rank(nodes, tmp_path):
+    check_survivors(tmp_path, nodes, 0, die_with_a_child)
+
+
+def die_connected(group, victim, folder):
+    """As before, but the child keeps the victim's connections to other nodes."""
+    with mock.patch.object(internode._C, "close_in_children"):
+        with contextlib.suppress(pycomm.PycommError):
+            group.abort()
+            total(group)
+        group = group.shrink()  # whose connections are new
+    return die_with_a_child(group, victim, folder)
+
+
+@pytest.mark.parametrize(("nodes", "victim"), [("aab", 0), ("abb", 1), ("aabc", 0)])
+def test_nodes_are_told_although_a_dead_rank_seems_to_live(nodes, victim, tmp_path):
+    """By the others of its node, when they shrink the group."""
+    check_survivors(tmp_path, nodes, victim, die_connected)
 
 
 def miss_the_end(group):

@@ -70,7 +70,7 @@ PYTHON_LAYERS = [
         "report",
         "stats",
     },
-    {"_runtime.threads", "errors"},
+    {"_runtime.forks", "_runtime.threads", "errors"},
     {"_runtime.torch_module", "_runtime.torch_private", "_runtime.waiting"},
     {"_runtime.gloo", "_runtime.turns"},
     {

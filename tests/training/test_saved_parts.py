@@ -2,10 +2,17 @@
 
 import copy
 import io
+import multiprocessing
+import os
+import threading
+import traceback
 
+import helpers
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import pycomm
 from pycomm import optim
@@ -87,6 +94,156 @@ def test_accelerate(world, make, tmp_path):
     assert {key: value.tolist() for key, value in saved.items()} == {
         key: value.tolist() for key, value in make_model().state_dict().items()
     }
+
+
+def train(model, optimizer, steps=1):
+    for _ in range(steps):
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_and_copy(model):
+    """The optimizer, and what is to be found in a checkpoint after a step."""
+    optimizer = optim.FusedAdamW(model.parameters(), lr=0.01)
+    train(model, optimizer)
+    return optimizer, {key: value.tolist() for key, value in model.state_dict().items()}
+
+
+def in_lists(state):
+    return {key: value.tolist() for key, value in state.items()}
+
+
+def loaded(folder):
+    """The values that torch.distributed.checkpoint has saved of a model."""
+    state = make_model().state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder, no_dist=True)
+    return in_lists(state)
+
+
+@each_model
+def test_distributed_checkpoints(world, make, tmp_path):
+    (group,) = world(1)
+    model = make(group)
+    _, expected = train_and_copy(model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    assert loaded(tmp_path) == expected
+
+
+class Late(dcp.FileSystemWriter):
+    """Writes when it is told to."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.may_write = threading.Event()
+
+    def write_data(self, *args):
+        assert self.may_write.wait(60)
+        return super().write_data(*args)
+
+
+@each_model
+def test_asynchronous_distributed_checkpoints(world, make, tmp_path):
+    """They have the model at the call, although they are written after later steps."""
+    (group,) = world(1)
+    model, writer = make(group), Late(tmp_path)
+    optimizer, expected = train_and_copy(model)
+    saving = dcp.async_save({"model": model.state_dict()}, storage_writer=writer, no_dist=True)
+    train(model, optimizer, 2)
+    writer.may_write.set()
+    saving.result()
+    assert loaded(tmp_path) == expected
+    assert in_lists(model.state_dict()) != expected
+
+
+def save_in_a_process(rank, size, store, shard):
+    multiprocessing.current_process()._config["daemon"] = False  # it has a child
+    folder = f"{store}.checkpoint"
+    helpers.join_world(rank, size, store)
+    model = pycomm.DataParallel(make_model(), group=pycomm.init(timeout=60), shard=shard)
+    optimizer, expected = train_and_copy(model)
+    kind = AsyncCheckpointerType.PROCESS
+    saving = dcp.async_save(
+        {"model": model.state_dict()}, checkpoint_id=folder, async_checkpointer_type=kind
+    )
+    train(model, optimizer, 2)
+    saving.result()
+    return loaded(folder) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", SHARDS)
+def test_distributed_checkpoints_that_a_process_writes(shard):
+    assert helpers.run_ranks(2, save_in_a_process, shard) == [True] * 2
+
+
+def save_and_scribble(model, optimizer, file):
+    torch.save([model.state_dict(), list(optimizer.state.values())], file)
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.fill_(7)
+    for parameter in model.parameters():
+        parameter.detach().fill_(7)
+        if parameter.grad is not None:
+            parameter.grad.fill_(7)
+
+
+class Saving:
+    """A forked child that saves when it is told to, and then writes to all that it has."""
+
+    def __init__(self, model, optimizer, file):
+        ready, self._ready = os.pipe()
+        self._file, self._pid = file, os.fork()
+        if self._pid > 0:
+            os.close(ready)
+            return
+        code = 1
+        try:
+            os.close(self._ready)
+            os.read(ready, 1)
+            save_and_scribble(model, optimizer, file)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def result(self):
+        os.close(self._ready)
+        assert os.waitpid(self._pid, 0)[1] == 0
+        model, states = torch.load(self._file)
+        return in_lists(model), list(map(in_lists, states))
+
+
+def save_in_forks(rank, size, store, options):
+    """Saves two steps late; returns what trainings with and without forks have in the end."""
+    helpers.join_world(rank, size, store)
+    group, ends = pycomm.init(timeout=60), []
+    for forks in (True, False):
+        model = flattened(group)
+        if options is not None:
+            model = pycomm.DataParallel(make_model(), group=group, **options)
+        optimizer, expected = train_and_copy(model)
+        states = list(map(in_lists, optimizer.state.values()))
+        saving = Saving(model, optimizer, f"{store}.{rank}") if forks else None
+        train(model, optimizer, 2)
+        assert in_lists(model.state_dict()) != expected
+        if saving is not None:
+            assert saving.result() == (expected, states)
+        train(model, optimizer)
+        ends.append((in_lists(model.state_dict()), list(map(in_lists, optimizer.state.values()))))
+    return ends
+
+
+@pytest.mark.parametrize(
+    "options",
+    [None, {}, *({"shard": shard} for shard in SHARDS), {"shard": "optimizer", "replicas": 2}],
+    ids=["flat", "wrapped", *SHARDS, "replicas"],
+)
+def test_a_forked_writer_has_the_model_and_the_states_at_the_fork(options):
+    """Its own writes do not reach its parent."""
+    for forking, other in helpers.run_ranks(2, save_in_forks, options):
+        assert forking == other
 
 
 @pytest.mark.parametrize("shard", SHARDS)

@@ -237,6 +237,7 @@ class Core:
     def __init__(self, group: int, culprit: int = -1) -> None:
         self._run, self.group, self.number, self._failed = _run, group, 0, False
         self.unresponsive = culprit
+        self.ended_by = 1  # an abort word, of which others are told
 
     def run(self, operation: Any, count: int, at: int, *rest: Any) -> None:
         """An all-reduce of one float in place, with its maximum."""

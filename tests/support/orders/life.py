@@ -103,7 +103,9 @@ class Life:
             core.fail()
             while True:
                 try:
-                    core, survivors = survivors.shrink(core.unresponsive, exclude, PATIENCE)
+                    core, survivors = survivors.shrink(
+                        core.unresponsive, exclude, PATIENCE, core.ended_by
+                    )
                     break
                 except Timeout:
                     tries -= 1
