@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from pycomm._training.launching import launching
 from pycomm._training.loss_scale import LossScale
 from pycomm._training.parameters import Exclude, Parameters
 from pycomm._training.planner import Planner
-from pycomm._training.residuals import Unstepped, residuals_for
+from pycomm._training.residuals import residuals_for
 from pycomm._training.saved_state import SavedState, place_in
 from pycomm._training.step import Step
 from pycomm._work import Work
@@ -33,11 +32,6 @@ from pycomm.collectives import all_gather
 from pycomm.compression import Cast, Compression, Identity, Int8
 from pycomm.errors import PycommError
 from pycomm.group import Group
-
-_DROPPED = (
-    "averaged gradients were dropped without a step, so residuals are as before their exchange: "
-    "set comm_state.undo_dropped to False if they were used elsewhere, else to True"
-)
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -62,17 +56,11 @@ class CommState(SavedState):
     Attributes:
         step: the number of steps that have begun; a step exchanges every parameter once.
         group: the group that exchanges.
-        undo_dropped: restore residuals if the wrapper finds that averages were dropped without a
-            step. Set it to False if averages are used elsewhere before they are dropped, such as
-            in sums of the program's own. None, the default, restores them with a warning, but not
-            before the first step, because a program without steps reads the averages.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
     """
 
-    undo_dropped: bool | None = None
-    _takes_steps = False  # True once a step has been seen
     _residuals_lost = 0  # ranks; states that were pickled by older versions have none
     _holders = 0  # ranks that had residuals before a regroup() that has failed
 
@@ -110,7 +98,6 @@ class CommState(SavedState):
         self._plan_anew()
         self._flying = Flights()
         self._now = Step()
-        self._unstepped: Unstepped | None = None  # after an exchange
         self._stream: torch.cuda.Stream | None = None
         self._placed = False  # True once residuals are on the gradients' device
 
@@ -218,7 +205,6 @@ class CommState(SavedState):
 
     def give_back(self) -> None:
         """Adds the step's means, which will not be used, to residuals, so that nothing is lost."""
-        self._unstepped = None
         self._now.give_back()
 
     def should_commit(self, ready: bool = True) -> bool:
@@ -265,27 +251,26 @@ class CommState(SavedState):
             self._residuals_lost += self._holders - int(told[:, 1].sum())
             self._holders = 0
 
-    def note_exchange(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Records that the gradients of these parameters are averages now."""
-        if self._residuals and self.step > self._warmup_steps:
-            self._unstepped = Unstepped(parameters)
+    def undo_exchange(self) -> None:
+        """Takes back what the last exchange has left to send, where its averages shall not count.
 
-    def undo_discarded(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Restores residuals if the averages were dropped without a step, before new ones come.
+        Call it on all ranks when the exchange is over, and drop the gradients: after a batch that
+        shall be skipped, or after a generator's backward through a discriminator, for the latter's
+        state. Otherwise what compression has not sent of such gradients comes with later steps.
 
-        What such a backward has left to send must not come with later ones.
+        Residuals become what they were before the exchange. That takes copies of them, which are
+        kept from the first call on. So call it once before the first step: if the first call comes
+        after an exchange, residuals become zero. Without residuals it does nothing.
         """
-        if self._unstepped is None:
+        if not self._residuals:
             return
-        if not self._unstepped.holds(parameters):
-            self._unstepped, self._takes_steps = None, True
-        elif not any(p.grad is not None and p.grad.any() for p in parameters):
-            self._unstepped = None
-            if self.undo_dropped is None and self._takes_steps:
-                self.undo_dropped = True
-                warnings.warn(_DROPPED, stacklevel=2)
-            if self.undo_dropped and self._residuals.undo_exchange():
-                self._plan_anew()
+        self._settle()
+        if (self._now.flights or self._now.bytes_in) and self.step > self._warmup_steps:
+            self._residuals.undo_exchange()
+            self._exposed_before += self._now.exposed()
+            self._now = Step()
+        if self._residuals.keep_before():
+            self._plan_anew()
 
     def sends_dense(self, parameter: torch.Tensor) -> bool:
         """True if this parameter's gradient is sent uncompressed."""

@@ -128,7 +128,6 @@ class GradientExchange:
 
     def promise_backward(self, inside_backward: bool) -> None:
         """Promises an exchange; see :meth:`Promise.make`."""
-        self._undo_discarded()
         self.promise.make(inside_backward)
         self._group._catch_up = weakref.WeakMethod(self.catch_up)
 
@@ -162,15 +161,10 @@ class GradientExchange:
         if self._in_backward:
             return
         self.members.check_owned()
-        self._undo_discarded()
         self._complete_last()
         self._reset()
         end = functools.partial(self._end_backward, first, torch.is_grad_enabled())
         queue_callback(end)
-
-    def _undo_discarded(self) -> None:
-        if isinstance(self._state, CommState):
-            self._state.undo_discarded(self.parameters)
 
     def average(self) -> None:
         """Averages gradients that are still each rank's own, and makes divided ones whole."""
@@ -345,8 +339,6 @@ class GradientExchange:
             if self._state.gradient_group is not None:
                 self._learn_order(self._ready)
             self._ready = None
-        if raised is False and isinstance(self._state, CommState):
-            self._state.note_exchange(self.parameters)
 
     def _finish_shards(self) -> None:
         """Waits for the averages that shards make."""

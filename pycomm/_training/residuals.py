@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pycomm.group import Group
 
 _LINE = 16  # elements
-_SAMPLES = 8  # parameters, and elements of each
 FORMAT = 2
 
 
@@ -138,21 +137,18 @@ class Residuals:
             flat = self._flat[kind]
             torch.where(scale < noted, before, flat, out=flat)
 
-    def undo_exchange(self) -> bool:
-        """Restores the values from before the last exchange.
-
-        Without copies of them, all become zero, and from now on copies are kept.
-
-        Returns:
-            True if copies are kept from now on.
-        """
-        if any(before.numel() for before in self._before.values()):
-            for kind, before in self._before.items():
-                self._flat[kind].copy_(before)
-            return False
+    def undo_exchange(self) -> None:
+        """Restores the values from before the last exchange; without copies, all become zero."""
         for kind, flat in self._flat.items():
-            self._before[kind] = torch.zeros_like(flat.zero_())
-        return True
+            before = self._before[kind]
+            flat.copy_(before) if before.numel() else flat.zero_()
+
+    def keep_before(self) -> bool:
+        """Keeps the values from before each exchange from now on; False if it does so already."""
+        begins = [kind for kind, before in self._before.items() if not before.numel()]
+        for kind in begins:
+            self._before[kind] = torch.zeros_like(self._flat[kind])
+        return bool(begins)
 
     def copy(self) -> dict[str, torch.Tensor]:
         """Copies of everything, for :meth:`restore`."""
@@ -228,32 +224,6 @@ class Residuals:
                         f"state_dict must be of this model: {kind} of {name!r} has shape "
                         f"{shapes.get(name, 'none')}, the parameter {wanted.get(name, 'none')}"
                     )
-
-
-class Unstepped:
-    """Parameters right after an exchange, to find out whether a step has followed.
-
-    Optimizers that write through ``.data`` do not count a version, so a sample of the values tells,
-    too.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._versions = [parameter._version for parameter in parameters]
-        self._sample = _sample(parameters)
-
-    def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """True if nothing has changed the parameters since."""
-        versions = [parameter._version for parameter in parameters]
-        return versions == self._versions and torch.equal(self._sample, _sample(parameters))
-
-
-def _sample(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    parts = []
-    for parameter in parameters[:: max(1, len(parameters) // _SAMPLES)]:
-        count = min(_SAMPLES, parameter.numel())
-        places = (count,), (parameter.numel() // max(1, count),), parameter.storage_offset()
-        parts.append(parameter.detach().as_strided(*places).float())
-    return torch.cat(parts)
 
 
 def residuals_for(

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from pycomm._training.flights import Flights
-    from pycomm._training.residuals import Residuals, Unstepped
+    from pycomm._training.residuals import Residuals
     from pycomm.compression import Compression
     from pycomm.group import Group
 
 # Attributes that belong to this process or to a running exchange, which are not copied.
-_NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed", "_unstepped")
+_NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed")
 
 
 LOCAL_SGD, UNKNOWN = "local SGD", "unknown"  # kinds of saved states; earlier versions saved none
@@ -33,7 +33,6 @@ class SavedState(HookState):
     _residuals: Residuals
     _now: Step
     _flying: Flights
-    _unstepped: Unstepped | None
 
     if TYPE_CHECKING:  # what CommState has
 
@@ -94,7 +93,6 @@ class SavedState(HookState):
             self._residuals.load([dump])
         self.step = state_dict["step"]
         self._now = Step()
-        self._unstepped = None
         self._flying.clear()
 
     def __getstate__(self) -> dict[str, Any]:

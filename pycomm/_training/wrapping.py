@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -71,22 +71,46 @@ class Wrapping(nn.Module):
         exchanged = self._exchanged()
         self._begin_in(self._group, exchanged, is_new=True)
         self._own_exchange = self._make_on_all(exchanged)
+        self.register_load_state_dict_post_hook(_call_post_hooks)  # type: ignore[no-untyped-call]
 
     # Names and checkpoints.
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "module":
             # Not a child: the module's children are the wrapper's.
-            shared = {each: getattr(value, each) for each in _SHARED}
-            vars(self).update(shared, module=value, training=value.training)
+            vars(self).update({each: getattr(value, each) for each in _SHARED}, module=value)
         else:
             super().__setattr__(name, value)
 
+    def _follow_module(self) -> None:
+        """Shares anew what the module has replaced, as nn.Sequential does when it loses a child."""
+        if any(vars(self)[each] is not getattr(self.module, each) for each in _SHARED):
+            self.module = self.module
+
+    @property
+    def training(self) -> bool:
+        """The module's mode."""
+        return bool(self.module.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "module" in vars(self):  # not yet, where nn.Module sets it
+            self.module.training = mode
+
     def train(self, mode: bool = True) -> Wrapping:
-        """Sets the module's mode."""
+        """Sets the mode of the module and its children."""
         self.module.train(mode)
-        self.training = mode
         return self
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapper and all modules inside of the module, by the module's names."""
+        self._follow_module()
+        yield from super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The module's children."""
+        self._follow_module()
+        return super().named_children()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Wrapping:
         """Calls a function with every child of the module and with the module."""
@@ -109,16 +133,26 @@ class Wrapping(nn.Module):
         return self.module.load_state_dict(own, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Loads what is neither a child's nor another module's, for a module that has this one."""
+        """Loads what is not a child's, where a module that has the wrapper loads all its parts."""
+        self._follow_module()
         drop_prefix(state_dict, prefix, self.module)
         self.module._load_from_state_dict(state_dict, prefix, *args)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tells torch.distributed.checkpoint that a child `module` is in :attr:`_wrapped`."""
+        return {"module": "_wrapped"}
+
+    @property
+    def _wrapped(self) -> nn.Module:
+        return self.module
 
     # The exchange.
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying: without running exchanges and `shard_group`."""
         own = {name: value for name, value in vars(self).items() if name not in _SHARED}
-        return {**own, "_own_exchange": None, "_given_shard_group": None}
+        not_copied = ("_own_exchange", "_given_shard_group", "_compiled_call_impl")
+        return {**own, **dict.fromkeys(not_copied)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -210,3 +244,9 @@ def _arrived(model: weakref.ref[Wrapping], parameter: torch.Tensor) -> None:
         alive._exchange.arrive(parameter)
     else:
         alive._exchange.keep_local(parameter)
+
+
+def _call_post_hooks(wrapper: Wrapping, incompatible_keys: Any) -> None:
+    """Calls the module's own hooks, where a module that has the wrapper loads all its parts."""
+    for hook in wrapper.module._load_state_dict_post_hooks.values():
+        hook(wrapper.module, incompatible_keys)

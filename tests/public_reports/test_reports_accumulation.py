@@ -209,7 +209,6 @@ def test_averages_that_are_added_up_elsewhere(world, compression):
 
     def body(group):
         model = pycomm.DataParallel(network(), group=group, compression=compression)
-        model.comm_state.undo_dropped = False
         optimizer = habits.optimizer_for(model)
         weight = model.module[2].weight
         mine, used = torch.zeros(weight.shape), torch.zeros(weight.shape)

@@ -182,7 +182,7 @@ def test_dicts_of_others_are_refused(world):
     dicts = {
         "LocalSGDState": [None, {}, others, {**before, "format": 0}],
         r"\['last', 'velocity'\]": [kept_by(group, outer_lr=0.5)],
-        "residual": [kept_by(group, compression=pycomm.Int8(), **DILOCO)],
+        "compression none": [kept_by(group, compression=pycomm.Int8(), **DILOCO)],
     }
     for match, refused in dicts.items():
         for state_dict in refused:

@@ -174,6 +174,13 @@ def test_what_a_module_overrides_is_called():
         seen = []
         assert model.apply(seen.append) is model
         assert seen == [*model.module.children(), model.module]
+        for module in model.modules():
+            module.training = True
+        assert model.module.training
+        model.module.eval()
+        assert not model.training
+        model.compile()
+        assert pickle.loads(pickle.dumps(model)).module.training is False
 
     with pycomm.LocalWorld(1) as ranks:
         ranks.run(body)
@@ -186,6 +193,9 @@ def test_new_children_are_the_modules():
         assert len(model.module) == 2
         model.module[1] = nn.Tanh()
         assert isinstance(model.get_submodule("1"), nn.Tanh)
+        model.module.append(nn.Linear(3, 3))
+        del model.module[1]
+        assert names(model) == names(model.module)
         model.module = nn.Sequential(nn.Linear(5, 2))
         assert model.get_parameter("0.weight").shape == (2, 5)
         with pytest.raises(ValueError, match="wrapped with"):
@@ -279,6 +289,31 @@ def full(group):
 
 def test_full_state_dicts():
     helpers.run_group(2, full)
+
+
+def test_hooks_after_loading_are_called():
+    """The module's own, also where a model loads all its parts."""
+
+    def body(group):
+        called = []
+        module = nn.Linear(2, 2)
+        module.register_load_state_dict_post_hook(lambda own, _keys: called.append(own))
+        parent = Parent(pycomm.DataParallel(module, group=group))
+        parent.load_state_dict(parent.state_dict())
+        parent.model.load_state_dict(parent.model.state_dict())
+        assert called == [module, module]
+
+    with pycomm.LocalWorld(1) as ranks:
+        ranks.run(body)
+
+
+def test_distributed_checkpoints_of_a_child_named_module():
+    def body(group):
+        model = pycomm.DataParallel(Net("module"), group=group)
+        assert {*get_model_state_dict(model)} == {*Net("module").state_dict()}
+
+    with pycomm.LocalWorld(1) as ranks:
+        ranks.run(body)
 
 
 def nested(_group):
