@@ -188,7 +188,7 @@ class GradientExchange:
             unannounced.note(parameter)
             return
         if not self._in_backward and self.shards is not None:
-            # It is this backward's already, with all that it was added to.
+            # The sum of an earlier gradient and of this backward's counts as this backward's.
             self.shards.forget_local(parameter)
         self.begin_backward()
         if self._ready is not None:

@@ -200,8 +200,8 @@ class GradientRing:
     def resume(self, parameters: Iterable[torch.Tensor]) -> None:
         """Undoes :meth:`begin` after a backward that brought no gradients.
 
-        Gradients that were zeroed stay away, so that a loss of this backward's results may come
-        next, which does not pass the outputs.
+        Gradients that were zeroed stay away. A loss of this backward's results, such as a gradient
+        penalty, may come next; its backward reaches parameters before the hook on the outputs.
         """
         self.keep(p for p in parameters if self.accumulates(p) and id(p) not in self._zeroed)
         self._adds.clear()

@@ -12,9 +12,10 @@ namespace pycomm {
 // What a number is to an optimizer.
 enum class Role : std::uint8_t { weight, first_moment, second_moment };
 
-// The random bits that round a number of this role, from the 32 bits of its element; the high 16
-// count most. Those of any two roles are independent, because a step divides first moments by the
-// root of second moments: errors that depend on each other would change its expectation.
+// The random bits that round a number of this role, from the 32 bits of its element. Rounding uses
+// the high 13 to 23 of them. The high 16 for any two roles are independent, because a step divides
+// first moments by the root of second moments: errors that depend on each other would change its
+// expectation.
 PYCOMM_HD std::uint32_t rounding_bits(Role role, std::uint32_t bits) {
   const std::uint32_t low = bits << 16;
   return role == Role::weight ? low : role == Role::first_moment ? bits ^ low : bits;
