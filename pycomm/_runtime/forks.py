@@ -15,7 +15,8 @@ from types import FrameType
 
 from pycomm import _C
 
-# Functions that fork often, for children that have no use for a model, or for a program to execute.
+# Functions that fork for children without use for a model, or for a program to execute. All callers
+# of a fork count, not only the last one.
 _NEED_NO_COPY = {
     ("torch.utils.data.dataloader", "__init__"),
     ("torchdata.stateful_dataloader.stateful_dataloader", "__init__"),
@@ -26,7 +27,8 @@ _NEED_NO_COPY = {
 def _prepare() -> None:
     if not _needs_no_copy() and not _C.copy_at_fork():
         logging.getLogger("pycomm.memory").warning(
-            "no memory to copy tensors in the window for a forked process: it sees later writes"
+            "no memory to copy the tensors in windows for a forked process, which may therefore see "
+            "what is written to them later"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import os
 import random
 import sys
 import threading
@@ -185,15 +186,15 @@ class Turns:
     @contextlib.contextmanager
     def of(self, rank: int) -> Iterator[None]:
         """Makes this thread a rank's, whose first turn it waits for."""
-        _mine.turn = turn = _Turn(self, rank)
-        turn.take()
-        _C.set_turn(turn)
+        turn, forks = _Turn(self, rank), _forks
         try:
+            turn.take()
+            _mine.set(turn)
             yield
         finally:
-            _C.set_turn(None)
-            _mine.turn = None
-            self.give_up(rank, _Is.ENDED)
+            if forks == _forks:  # else this is a forked child, which is alone
+                _mine.set(None)
+                self.give_up(rank, _Is.ENDED)
 
 
 class _Turn:
@@ -211,12 +212,31 @@ class _Turn:
 
 
 class _Mine(threading.local):
-    turn: _Turn | None = None
-    shares = False  # whether this thread is a rank that shares generators with others
+    """What a thread is."""
+
+    turn: _Turn | None = None  # its turns; None while it has given up its turn itself
+    shares_generators = False  # whether it is a rank that shares generators with others
+
+    def set(self, turn: _Turn | None) -> None:
+        self.turn = turn
+        _C.set_turn(turn)
 
 
 _mine = _Mine()
 _taken = threading.Lock()  # held while any ranks take turns
+_forks = 0  # between the first process and this one
+
+
+def _begin_child() -> None:
+    """A forked child has the thread of one rank, but no other ranks."""
+    global _forks, _taken
+    _forks += 1
+    _mine.set(None)
+    _mine.shares_generators = False
+    _taken = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 @contextlib.contextmanager
@@ -230,7 +250,8 @@ def taking_turns(states: list[RandomState], ranks: int) -> Iterator[Turns]:
     Raises:
         RuntimeError: other ranks take turns already, and there is only one global state.
     """
-    if not _taken.acquire(blocking=False):
+    taken = _taken
+    if not taken.acquire(blocking=False):
         raise RuntimeError("a LocalWorld with serial=True runs already in this process")
     try:
         states += [RandomState.capture()] * (ranks - len(states))
@@ -240,18 +261,18 @@ def taking_turns(states: list[RandomState], ranks: int) -> Iterator[Turns]:
         finally:
             turns.end()
     finally:
-        _taken.release()
+        taken.release()
 
 
 @contextlib.contextmanager
 def sharing_generators(ranks: int) -> Iterator[None]:
     """Makes this thread one of several ranks without turns, in which some checkpoints raise."""
     _refuse_checkpoints()
-    _mine.shares = ranks > 1
+    _mine.shares_generators = ranks > 1
     try:
         yield
     finally:
-        _mine.shares = False
+        _mine.shares_generators = False
 
 
 @functools.cache
@@ -260,7 +281,7 @@ def _refuse_checkpoints() -> None:
 
 
 def _check_checkpoint() -> None:
-    if _mine.shares:
+    if _mine.shares_generators:
         raise RuntimeError(
             "torch.utils.checkpoint saves and restores the state of torch's random generators, "
             "which the ranks of a LocalWorld share: use LocalWorld(..., serial=True), or "
@@ -282,14 +303,15 @@ def locked(lock: threading.Lock) -> Iterator[None]:
 @contextlib.contextmanager
 def others_run() -> Iterator[None]:
     """Gives up this thread's turn, and takes the next one; no effect if it has no turns."""
-    turn = _mine.turn
+    turn, forks = _mine.turn, _forks
     if turn is None:
         yield
         return
-    _C.set_turn(None)
+    _mine.set(None)
     turn.give_up()
     try:
         yield
     finally:
-        turn.take()
-        _C.set_turn(turn)
+        if forks == _forks:
+            turn.take()
+            _mine.set(turn)

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 
+import forked
 import helpers
 import numpy
 import pytest
@@ -385,3 +386,40 @@ def test_without_the_exchange_of_states_ranks_disturb_each_other(world, monkeypa
     monkeypatch.setattr(turns.RandomState, "restore", lambda _: None)
     results = world(2, serial=True).run(train, False)
     assert not all(map(same, results, in_processes(2, "overlap")))
+
+
+def test_contexts_in_which_others_run_may_be_nested():
+    def body(group):
+        with pycomm.LocalWorld.others_run(), pycomm.LocalWorld.others_run():
+            pass
+        return pycomm.all_reduce(torch.ones(1), group=group).item()
+
+    with pycomm.LocalWorld(2, timeout=10, serial=True) as world:
+        assert world.run(body) == [2.0, 2.0]
+
+
+def in_child(group):
+    """What a child of a rank may do: all that needs no other rank."""
+    with pytest.raises(pycomm.GroupUnusable):
+        pycomm.all_reduce(torch.ones(3), group=group)
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    pycomm.optim.FusedAdamW([parameter], lr=0.5).step()
+    assert parameter.max() < 1
+    checkpoint(torch.relu, parameter, use_reentrant=False).sum().backward()
+    with pycomm.LocalWorld(2, serial=True) as world:
+        sums = world.run(lambda each: pycomm.all_reduce(torch.ones(1), group=each).item())
+    assert sums == [2.0, 2.0]
+
+
+def fork(group, others):
+    if group.rank == 0:
+        with pycomm.LocalWorld.others_run() if others else contextlib.nullcontext():
+            forked.in_child(functools.partial(in_child, group))
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("serial", [False, True])
+def test_a_forked_child_has_no_turns(serial, others):
+    with pycomm.LocalWorld(2, serial=serial) as world:
+        world.run(fork, others)
