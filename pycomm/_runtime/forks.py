@@ -27,8 +27,8 @@ _NEED_NO_COPY = {
 def _prepare() -> None:
     if not _needs_no_copy() and not _C.copy_at_fork():
         logging.getLogger("pycomm.memory").warning(
-            "no memory to copy the tensors in windows for a forked process, which may therefore see "
-            "what is written to them later"
+            "no memory to copy the tensors in windows for a forked process, which may therefore "
+            "see what is written to them later"
         )
 
 
