@@ -194,7 +194,8 @@ class ShardedModel {
   ControlMemory& memory(int r) { return ranks_[static_cast<std::size_t>(r)]->memory; }
   ControlMemory& memory_of_whole() { return memory_; }
   const std::vector<Parameter>& whole() const { return whole_; }
-  Bytes params_of(int r, std::size_t p) {
+  // Where GCC 12 inlines this, it warns that what is deleted is not the heap's.
+  [[gnu::noinline]] Bytes params_of(int r, std::size_t p) {
     return {param(r, p), param(r, p) + whole_[p].param.size()};
   }
 
