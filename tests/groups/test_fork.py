@@ -202,7 +202,7 @@ def test_without_memory_a_child_still_has_its_own(world, monkeypatch, caplog):
 
     in_child(body, lambda: x.fill_(2))
     assert bool((x == 2).all())
-    assert "sees later writes" in caplog.text
+    assert "written to them later" in caplog.text
 
 
 class Writing(Dataset):
