@@ -115,6 +115,12 @@ def take_steps(net, optimizer, steps, dtype=None):
         optimizer.step()
 
 
+def copy_parameters(net, values):
+    with torch.no_grad():
+        for parameter, value in zip(net.parameters(), values, strict=True):
+            parameter.copy_(value)
+
+
 def line():
     """A mesh of all ranks in one dimension."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
@@ -583,20 +589,14 @@ def through_full(case):
     take_steps(net, optimizer, range(3))
     saved = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=FULL))
     plain = Net(case.dtype)
-    with torch.no_grad():
-        for mine, other in zip(plain.parameters(), net.parameters(), strict=True):
-            mine.copy_(whole(other))
+    copy_parameters(plain, map(whole, net.parameters()))
     plain_optimizer = case.make(plain.parameters())
     set_optimizer_state_dict(plain, plain_optimizer, copy.deepcopy(saved))
     again, again_optimizer = sharded(case)
-    with torch.no_grad():
-        for mine, other in zip(again.parameters(), net.parameters(), strict=True):
-            mine.copy_(other)
+    copy_parameters(again, net.parameters())
     set_optimizer_state_dict(again, again_optimizer, saved, options=FULL)
     third, third_optimizer = sharded(case)
-    with torch.no_grad():
-        for mine, other in zip(third.parameters(), net.parameters(), strict=True):
-            mine.copy_(other)
+    copy_parameters(third, net.parameters())
     third_optimizer.load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))
     pairs = (
         (net, optimizer),
@@ -634,9 +634,7 @@ def flattened(case):
             set_optimizer_state_dict(other, fresh, saved, options=FLAT)
         return
     set_optimizer_state_dict(other, fresh, saved, options=FLAT)
-    with torch.no_grad():
-        for mine, theirs in zip(other.parameters(), net.parameters(), strict=True):
-            mine.copy_(theirs)
+    copy_parameters(other, net.parameters())
     for pair in ((net, optimizer), (other, fresh)):
         take_steps(*pair, range(2, 3))
     same(everything(other, fresh), everything(net, optimizer))
@@ -658,9 +656,7 @@ def without_gradient(folder):
     state = {"optimizer": fresh.sharded_state_dict(other)}
     dcp.load(state, checkpoint_id=folder)
     set_optimizer_state_dict(other, fresh, state["optimizer"])
-    with torch.no_grad():
-        for mine, theirs in zip(other.parameters(), net.parameters(), strict=True):
-            mine.copy_(theirs)
+    copy_parameters(other, net.parameters())
     for pair in ((net, optimizer), (other, fresh)):
         take_steps(*pair, range(1, 3))
     same(everything(other, fresh), everything(net, optimizer))
@@ -677,9 +673,7 @@ def in_torchs_form():
     saved = copy.deepcopy(optimizer.state_dict(format="torch"))
     peer_net, _ = sharded(Case("adamw"))
     peer = torch.optim.AdamW(peer_net.parameters(), lr=1e-2, weight_decay=0.1)
-    with torch.no_grad():
-        for mine, other in zip(peer_net.parameters(), net.parameters(), strict=True):
-            mine.copy_(other)
+    copy_parameters(peer_net, net.parameters())
     peer.load_state_dict(saved)
     take_steps(net, optimizer, range(3, 4))
     take_steps(peer_net, peer, range(3, 4))
@@ -710,7 +704,7 @@ def test_memory_report_counts_local_tensors():
         assert held == expected
 
 
-# What is refused.
+# Errors.
 
 
 def refused():

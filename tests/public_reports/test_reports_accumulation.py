@@ -15,17 +15,11 @@ def test_every_backward_of_a_step_counts(world, mode):
     """open-instruct#1498."""
     wanted = habits.alone(network, lambda m, r, s: [loss_of(m, r, 3 * s + k) for k in range(3)])
 
-    def body(group):
-        model = habits.wrap(network(), group, mode)
-        optimizer = habits.optimizer_for(model, mode)
-        for step in range(3):
-            optimizer.zero_grad()
-            for part in range(3):
-                loss_of(model, group.rank, 3 * step + part).backward()
-            optimizer.step()
-        assert_alike(model.module, wanted, mode)
+    def backward(model, rank, step):
+        for part in range(3):
+            loss_of(model, rank, 3 * step + part).backward()
 
-    world(2).run(body)
+    habits.check_training(world, mode, wanted, backward)
 
 
 @pytest.mark.parametrize("mode", ["plain", "optimizer", "gradients"])
@@ -64,19 +58,13 @@ def test_the_flag_is_set_between_forward_and_backward(world, mode):
     """build-nanogpt#30."""
     wanted = habits.alone(network, lambda m, r, s: [loss_of(m, r, 3 * s + k) for k in range(3)])
 
-    def body(group):
-        model = habits.wrap(network(), group, mode)
-        optimizer = habits.optimizer_for(model, mode)
-        for step in range(3):
-            optimizer.zero_grad()
-            for part in range(3):
-                loss = loss_of(model, group.rank, 3 * step + part)
-                model.require_backward_grad_sync = part == 2
-                loss.backward()
-            optimizer.step()
-        assert_alike(model.module, wanted, mode)
+    def backward(model, rank, step):
+        for part in range(3):
+            loss = loss_of(model, rank, 3 * step + part)
+            model.require_backward_grad_sync = part == 2
+            loss.backward()
 
-    world(2).run(body)
+    habits.check_training(world, mode, wanted, backward)
 
 
 @pytest.mark.parametrize("mode", SHARDED)

@@ -83,6 +83,29 @@ def assert_alike(got: nn.Module, wanted: nn.Module, mode: str = "plain") -> None
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance, msg=lambda m, n=name: n + m)
 
 
+def check_training(
+    world: Callable[[int], pycomm.LocalWorld],
+    mode: str,
+    wanted: nn.Module,
+    backward: Callable[[nn.Module, int, int], object],
+) -> None:
+    """Trains for three steps on two ranks; the parameters must end as those of `wanted`.
+
+    ``backward(model, rank, step)`` runs all backwards of a step.
+    """
+
+    def body(group: pycomm.Group) -> None:
+        model = wrap(network(), group, mode)
+        optimizer = optimizer_for(model, mode)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, group.rank, step)
+            optimizer.step()
+        assert_alike(model.module, wanted, mode)
+
+    world(2).run(body)
+
+
 def assert_same_on_all_ranks(model: nn.Module, group: pycomm.Group) -> None:
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     lowest, highest = flat.clone(), flat.clone()
