@@ -89,6 +89,10 @@ class Place(NamedTuple):
             return False
         return parameter.data_ptr() == self._address(whole) or parameter.numel() == 0
 
+    def holds_gradient(self, gradient: torch.Tensor) -> bool:
+        """True if this gradient lies here."""
+        return gradient.data_ptr() == self._address(self.piece.gradients)
+
     def take_in(self, parameter: torch.Tensor) -> None:
         """Moves a parameter here, and from now on also its gradients."""
         piece = self.piece

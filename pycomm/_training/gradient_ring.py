@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from pycomm._spanning.collectives import launch
 from pycomm._training.cuts import Range
@@ -125,6 +126,7 @@ class GradientRing:
         self._own: dict[int, torch.Tensor] = {}
         self._stand_ins: dict[int, _StandIn] = {}
         self._kept: set[int] = set()  # ids of parameters that have got their stand-ins
+        self._gathered: dict[int, TensorWeakRef] = {}  # whole gradients, by the parameter's id
         self.buffers: list[torch.Tensor] = []
         self._portions = {id(bucket.parameters[0]): self._divide(bucket) for bucket in buckets}
         self._adds: set[int] = set()  # ids of parameters whose averages are added to
@@ -171,6 +173,11 @@ class GradientRing:
             f"gradient of a parameter of shape {tuple(parameter.shape)} has been changed, but "
             f"{ADVICE}"
         )
+
+    def has_gathered(self, parameter: torch.Tensor) -> bool:
+        """True if the parameter's gradient is one that :meth:`gather` has made whole."""
+        gathered = self._gathered.get(id(parameter))
+        return gathered is not None and gathered() is parameter.grad
 
     def forget_dropped(self, parameter: torch.Tensor) -> None:
         """Forgets a gradient that the user has dropped, as another one has come."""
@@ -258,7 +265,8 @@ class GradientRing:
         for parameter in parameters:
             if not (id(parameter) in self._kept if noted else self.is_divided(parameter)):
                 continue
-            parameter.grad = _part(parameter).gather(self.own(parameter), parameter.detach())
+            whole = _part(parameter).gather(self.own(parameter), parameter.detach())
+            parameter.grad, self._gathered[id(parameter)] = whole, TensorWeakRef(whole)
         self._kept.difference_update(map(id, parameters))
 
     def _average(

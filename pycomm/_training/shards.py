@@ -50,6 +50,9 @@ class OwnGradients(Protocol):
     def is_divided(self, parameter: torch.Tensor) -> bool:
         """True if this rank has only its part of the parameter's gradient."""
 
+    def has_gathered(self, parameter: torch.Tensor) -> bool:
+        """True if the parameter's gradient is one that :meth:`gather` has made whole."""
+
     def forget_dropped(self, parameter: torch.Tensor) -> None:
         """Forgets a gradient that the user has dropped, as another one has come."""
 
@@ -321,6 +324,15 @@ class Shards:
             )
         del local[id(parameter)]  # zeroed
         return False
+
+    def is_assigned(self, parameter: torch.Tensor) -> bool:
+        """True if the program has assigned the gradient, so that perhaps nobody has averaged it."""
+        gradient = parameter.grad
+        if gradient is None or gradient.numel() == 0:
+            return False
+        if self.ring is not None:
+            return not (self.ring.is_divided(parameter) or self.ring.has_gathered(parameter))
+        return not self.layout[parameter].holds_gradient(gradient)
 
     def forget_local(self, parameter: torch.Tensor) -> None:
         """Forgets the last backward's gradient, as one has come before it could be averaged.

@@ -122,6 +122,15 @@ STEPPED_BY_SOME = (
 )
 
 
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """A checksum of the elements' bits, in 32 bits."""
+    crc = 0
+    for tensor in tensors:
+        data = tensor.reshape(-1).contiguous().view(torch.uint8).cpu()
+        crc = zlib.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()), crc)
+    return crc
+
+
 def differ(buffers: Iterable[torch.Tensor], group: Group, counts: bool = True) -> bool:
     """True if these elements are not the same on all ranks of a group; all must call this.
 
@@ -130,9 +139,6 @@ def differ(buffers: Iterable[torch.Tensor], group: Group, counts: bool = True) -
         group: the group.
         counts: False leaves this rank out.
     """
-    crc = 0
-    for buffer in buffers:
-        data = buffer.view(torch.uint8).cpu()
-        crc = zlib.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()), crc)
+    crc = checksum(buffers)
     bounds = host.tensor([crc, -crc] if counts else [_BELOW_ANY, _BELOW_ANY])
     return bool(all_reduce(bounds, "max", group=group).sum() != 0)

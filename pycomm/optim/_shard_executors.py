@@ -16,6 +16,7 @@ from pycomm._runtime.ranges import named
 from pycomm._spanning.collectives import launch
 from pycomm._training.shards import Shards
 from pycomm._training.spanning_shards import SpanningShards
+from pycomm._training.step_guard import checksum
 from pycomm.errors import PycommError
 from pycomm.optim._executors import (
     OnCpu,
@@ -37,7 +38,7 @@ class OnCpuShards(OnCpu):
     def run(self, step: Step) -> torch.Tensor | None:
         """See :meth:`OnCpu.run`. All ranks must call this alike."""
         shards, sharded = self._shards, self._prepare(step)
-        core, label = shards.group._core, _label(self._tables, step)
+        core, label = shards.group._core, _label(self._tables, step, shards)
         try:
             with named(shards.group, "sharded_step"):
                 value = sharded.run(core, *step.control, step.bound, step.measures, label)
@@ -69,7 +70,7 @@ class OnSpanningShards(OnCpuShards):
         self._publication.forget_written()
         sharded.begin(*step.control, step.bound)
         found = host.tensor([sharded.skips()], dtype=torch.uint8)
-        self._reduce(found, "max", sharded.compared(_label(self._tables, step)))
+        self._reduce(found, "max", sharded.compared(_label(self._tables, step, self._shards)))
         sharded.note_found(bool(found))
         count = sharded.sums
         if step.measures:
@@ -151,7 +152,7 @@ class OnCudaShards:
         )
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        label = _label(self._tables, step)
+        label = _label(self._tables, step, shards)
         try:
             sharded.run(side._core, self._memory.data_ptr(), side.device.index, self.stream, label)
         except PycommError:  # it is not known how far other ranks have come
@@ -183,13 +184,20 @@ def shard_executor(
     return last
 
 
-def _label(tables: Sequence[Table], step: Step) -> str:
-    """What ranks must agree on, for messages; the extension adds a hash of the rest."""
+def _label(tables: Sequence[Table], step: Step, shards: Shards) -> str:
+    """What ranks must agree on, for messages; the extension adds a hash of the rest.
+
+    It has a checksum of gradients that the program has assigned. These must be the same on all
+    ranks, because each rank steps its part with its own.
+    """
+    pairs = zip(step.params, step.grads, strict=True)
+    assigned = [grad for param, grad in pairs if shards.is_assigned(param)]
+    told = f"assigned gradients {checksum(assigned):08x}, must be averages, " if assigned else ""
     rates = "/".join(_rate_in_words(group["lr"]) for group, _ in tables) or "none"
     count = sum(len(words) for _, words in tables) // _C.shard_words
     scale, found, _ = step.control
     return (
-        f"lr={rates}, max_norm={step.max_norm}, {count} gradients, scaled={scale != 0}, "
+        f"{told}lr={rates}, max_norm={step.max_norm}, {count} gradients, scaled={scale != 0}, "
         f"found_inf={'sought' if step.sets_found else 'given' if found else 'no'}"
     )
 
