@@ -219,9 +219,10 @@ class DataParallel(Wrapping):
     def reduce_gradients(self) -> None:
         """Makes every parameter's gradient the whole average, for reading or changing it.
 
-        All ranks must call this. Without `shard`, backward has done so already.
+        All ranks must call this. It also averages the gradients of backwards in :meth:`no_sync`.
+        Without `shard`, other backwards have averaged theirs already.
         """
-        self._exchange.average()
+        self._exchange.reduce()
 
     def sync_buffers(self) -> None:
         """Sends rank 0's buffers to all ranks, such as the statistics of batch normalisation.

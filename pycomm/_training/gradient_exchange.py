@@ -100,6 +100,7 @@ class GradientExchange:
         self._repeated: set[int] = set()  # ids of parameters that come several times in a backward
         self._had_backward = False  # a complete one, after which repeated parameters are known
         self._in_backward = False
+        self._has_local = False  # True if gradients have come that no exchange has averaged since
         self._next = 0  # bucket to be exchanged
         # Parameters that only a step changes, with their versions when the backward began.
         embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
@@ -166,8 +167,20 @@ class GradientExchange:
         end = functools.partial(self._end_backward, first, torch.is_grad_enabled())
         queue_callback(end)
 
+    def reduce(self) -> None:
+        """Makes all gradients whole averages, also those of backwards without an exchange."""
+        group = self._state.gradient_group
+        self.catch_up()
+        if group is not None and self.promise.ask(group, announces=self._has_local):
+            learned = self._ready, self._had_backward
+            self._ready = self.weighing = None
+            self._reset()
+            self._exchange_rest()
+            self._ready, self._had_backward = learned  # the next backward shows the order
+        self.average()
+
     def average(self) -> None:
-        """Averages gradients that are still each rank's own, and makes divided ones whole."""
+        """Averages what exchanges have left to the step, and makes divided gradients whole."""
         if self.shards is not None:
             self.shards.average(self.parameters)
 
@@ -185,7 +198,8 @@ class GradientExchange:
         """Handles a gradient that has been accumulated."""
         if not (self._in_backward or self.promise.open or self._state.gradient_group is None):
             self.keep_local(parameter)
-            unannounced.note(parameter)
+            if self._group.size > 1:
+                unannounced.note(parameter)
             return
         if not self._in_backward and self.shards is not None:
             # The sum of an earlier gradient and of this backward's counts as this backward's.
@@ -208,9 +222,11 @@ class GradientExchange:
 
     def keep_local(self, parameter: torch.Tensor) -> None:
         """Handles a gradient of a backward without an exchange."""
+        self._has_local = True
         if self.shards is not None:
             self.shards.forget_dropped(parameter)
-            unannounced.note(parameter, inside_no_sync=True)
+            if self._group.size > 1:
+                unannounced.note(parameter, inside_no_sync=True)
 
     def _complete_last(self) -> None:
         """Averages what the last backward has left to a step, before this one adds to it."""
@@ -309,7 +325,7 @@ class GradientExchange:
             if isinstance(self._state, CommState):
                 self._state.note_failure()
             raise
-        self._in_backward = False
+        self._in_backward = self._has_local = False
         self.promise.settle(dropped=bool(errors.raised))
         unannounced.forget(self.parameters)
         if why := errors.explain(self._group, self._moved() if errors.moved else ()):

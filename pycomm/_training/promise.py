@@ -76,12 +76,16 @@ class Promise:
 
     def is_broken(self, group: Group) -> bool:
         """In another forward: true if other ranks are in the exchange, so this one must join it."""
+        if not self.ask(group):  # so forwards left over then will not have a backward
+            self._forwards -= self._left
+            self._left = set()
+        return bool(self._announced)
+
+    def ask(self, group: Group, announces: bool = False) -> bool:
+        """Outside of a backward: true if any rank announces an exchange, as this one may."""
         if not self._announced:
-            others = all_reduce(host.zeros(1, dtype=torch.uint8), "max", group=group)
-            self._announced = int(others)
-            if not self._announced:  # so forwards left over then will not have a backward
-                self._forwards -= self._left
-                self._left = set()
+            own = host.tensor([announces], dtype=torch.uint8)
+            self._announced = int(all_reduce(own, "max", group=group))
         return bool(self._announced)
 
     @property

@@ -56,7 +56,8 @@ _ELSEWHERE = (
 )
 _NOT_SENT = (
     "the last backward was inside of no_sync(), and with shard= no rank can step on its own "
-    "gradients: run the last backward before each step outside of no_sync(), or zero the gradients"
+    "gradients: run the last backward before each step outside of no_sync(), call "
+    "reduce_gradients() of the wrapper, or zero the gradients"
 )
 
 # Snapshots by parameter, and why they are no averages.
@@ -73,7 +74,7 @@ def note(parameter: torch.Tensor, inside_no_sync: bool = False) -> None:
     with _lock:
         _noted[parameter] = Snapshot.of(parameter.grad), _NOT_SENT if inside_no_sync else _ELSEWHERE
         if _watch is None:
-            _watch = register_optimizer_step_pre_hook(_check)
+            _watch = register_optimizer_step_pre_hook(check)
 
 
 def forget(parameters: Iterable[torch.Tensor]) -> None:
@@ -89,7 +90,8 @@ def forget(parameters: Iterable[torch.Tensor]) -> None:
             _watch = None
 
 
-def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raises RuntimeError if a gradient of the optimizer's parameters is not the ranks' average."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             noted: tuple[Snapshot, str] | None = _noted.get(parameter)  # type: ignore[no-untyped-call]

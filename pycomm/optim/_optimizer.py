@@ -13,6 +13,7 @@ from pycomm import _C
 from pycomm._inputs import host
 from pycomm._inputs.tensors import is_dtensor, local
 from pycomm._runtime.torch_private import not_compiled
+from pycomm._training import unannounced
 from pycomm._training.optimizers import register
 from pycomm._training.shards import part_of
 from pycomm.optim import _executors, _options, _storage
@@ -78,7 +79,11 @@ class FusedOptimizer(DividedOptimizer):
         """Averages gradients now that the step would average, for reading or changing them.
 
         All ranks must call this. It does nothing unless a wrapper shards the parameters.
+
+        Raises:
+            RuntimeError: the last backward was inside of ``no_sync()``; the step would raise, too.
         """
+        unannounced.check(self)
         parts = [(param, part) for param in self._params() if (part := part_of(param)) is not None]
         for shards in dict.fromkeys(part.shards for _, part in parts):  # all ranks in one order
             shards.average(param for param, part in parts if part.shards is shards)

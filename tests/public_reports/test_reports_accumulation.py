@@ -90,6 +90,91 @@ def test_a_step_whose_last_backward_was_not_sent_raises(world, mode):
     world(2).run(body)
 
 
+@pytest.mark.parametrize("sends_first", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_reduced_gradients_of_backwards_that_were_not_sent(world, mode, ranks, sends_first):
+    """FunASR#3472, mended by a call that makes gradients whole averages."""
+
+    def body(group):
+        model = habits.wrap(network(), group, mode)
+        optimizer = habits.optimizer_for(model, mode)
+        for step in range(3):
+            optimizer.zero_grad()
+            for number in range(2):
+                sends = sends_first and number == 0
+                with contextlib.nullcontext() if sends else model.no_sync():
+                    loss_of(model, group.rank, 2 * step + number).backward()
+            model.reduce_gradients()
+            optimizer.step()
+        assert_alike(model.module, wanted, mode)
+        habits.assert_same_on_all_ranks(model, group)
+
+    def losses(module, rank, step):
+        return [loss_of(module, rank, 2 * step + number) for number in range(2)]
+
+    wanted = habits.alone(network, losses, ranks=ranks)
+    world(ranks).run(body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_rank_needs_no_backward_that_is_sent(world, mode):
+    """FunASR#3472 in a group of one rank."""
+
+    def body(group):
+        model = habits.wrap(network(), group, mode)
+        optimizer = habits.optimizer_for(model, mode)
+        for step in range(3):
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        assert_alike(model.module, wanted, mode)
+
+    wanted = habits.alone(network, lambda m, r, s: [loss_of(m, r, s)], ranks=1)
+    world(1).run(body)
+
+
+class Failing(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx, loss):  # noqa: ARG004
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # noqa: ARG004
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_reduced_gradients_after_an_error_on_one_rank(world, mode, local):
+    """FunASR#3472, and the last backward of a step fails on one rank, perhaps not the first."""
+
+    def body(group):
+        model = habits.wrap(network(), group, mode)
+        optimizer = habits.optimizer_for(model, mode)
+        if local:
+            with model.no_sync():
+                loss_of(model, group.rank, 9).backward()
+        if group.rank == 1:
+            with pytest.raises(ArithmeticError):
+                Failing.apply(loss_of(model, 1, 9)).backward()
+        else:
+            with pytest.raises(RuntimeError, match=r"backward has raised on ranks \[1\]"):
+                loss_of(model, 0, 9).backward()
+        model.reduce_gradients()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        habits.assert_same_on_all_ranks(model, group)
+
+    world(2).run(body)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_means_over_tokens(world, mode):
     """transformers#37474, torchtune#1917: ranks and their batches have different sizes."""
