@@ -13,6 +13,7 @@ import torch
 import wrapped
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
 from wrapped import TINY
 
@@ -412,3 +413,21 @@ def test_a_module_with_names_of_torch_s_options(world):
 
     (group,) = world(1)
     pycomm.DataParallel(Named(), group=group)(torch.ones(2, 4)).sum().backward()
+
+
+def test_statistics_of_a_module_that_is_a_normalisation_are_updated(world):
+    (group,) = world(1)
+    batches = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0))
+    module, alone = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    update_bn(batches, pycomm.DataParallel(module, group=group))
+    update_bn(batches, alone)
+    assert torch.equal(module.running_mean, alone.running_mean)
+    assert module.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4))])
+def test_modules_of_a_wrapper_are_itself_and_the_modules_own(world, make):
+    (group,) = world(1)
+    module = make()
+    model = pycomm.DataParallel(module, group=group)
+    assert list(model.modules()) == [model, *module.modules()]
