@@ -174,7 +174,8 @@ class Agreement:
         """Waits until something has arrived, for a moment."""
         with deadline.slice(), contextlib.suppress(ValueError):  # another thread closes sockets
             arrivals = select.poll()
-            arrivals.register(self._listener.socket, select.POLLIN)
+            if not self._listener.lacks_descriptors:
+                arrivals.register(self._listener.socket, select.POLLIN)
             for connection in watched:
                 arrivals.register(connection, select.POLLIN)
             arrivals.poll(_LOOK_EVERY)

@@ -36,7 +36,9 @@ LEFT_OUT = "group has shrunk without this rank"
 _REACHED_WITHIN = 3.0  # seconds; later the host counts as unreachable
 _LONGEST_MESSAGE = 1 << 16
 _ENDED = {errno.ECONNREFUSED, errno.ECONNRESET}
+_NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _BACKLOG = 4096  # connections that wait for accept(); a full queue would look like a lost host
+_TRY_AGAIN_AFTER = 100  # milliseconds, without descriptors for those who have connected
 _MOST_ACCEPTED = 256  # at once
 _MOST_STRANGERS = 256  # that a listener keeps besides ranks, for each takes a descriptor
 _MOST_TRIED = 1 << 16  # descriptors, if the system does not list those that are open
@@ -73,9 +75,14 @@ class Acceptor:
     Args:
         host: the address of this node.
         port: the port; by default any that is free.
+
+    Attributes:
+        lacks_descriptors: True if somebody waits whom the last :meth:`accept` could not take in. To
+            wait for arrivals would not wait then.
     """
 
     closed = True
+    lacks_descriptors = False
 
     def __init__(self, host: str, port: int = 0) -> None:
         self.socket = socket.create_server((host, port), family=_family_of(host), backlog=_BACKLOG)
@@ -91,9 +98,12 @@ class Acceptor:
 
     def accept(self) -> None:
         """Takes in those who have connected, and forgets strangers that have gone."""
-        with contextlib.suppress(OSError):  # nobody is there, or another thread closes the socket
+        self.lacks_descriptors = False
+        try:
             for _ in range(_MOST_ACCEPTED):
                 self.strangers.append(Connection(self.socket.accept()[0]))
+        except OSError as error:  # mostly nobody is there, or another thread closes the socket
+            self.lacks_descriptors = error.errno in _NO_DESCRIPTORS
         known = []
         for stranger in self.strangers:
             stranger.hear()
@@ -268,6 +278,7 @@ class Lookout:
     def __init__(self, listener: Listener, tell: Callable[[Alarm], object]) -> None:
         self._listener, self._tell = weakref.ref(listener), tell
         self._over = False
+        self._patience: int | None = None  # milliseconds; None to wait for arrivals alone
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="pycomm-lookout", daemon=True)
         start_thread(self._thread)
@@ -283,7 +294,7 @@ class Lookout:
     def _run(self) -> None:
         with self._wake, self._woken:
             while (arrivals := self._look()) is not None:
-                arrivals.poll()
+                arrivals.poll(self._patience)
 
     def _look(self) -> select.poll | None:
         """Hears who has come; returns what to wait for then, or None if there is nothing left."""
@@ -291,12 +302,15 @@ class Lookout:
         if self._over or listener is None or listener.closed:
             return None
         listener.accept()
+        self._patience = _TRY_AGAIN_AFTER if listener.lacks_descriptors else None
         if listener.alarm is not None:
             self._tell(listener.alarm)
             return None
         arrivals = select.poll()
         numbers = [each.fileno() for each in listener.strangers if not each.ended]
-        for number in (self._woken.fileno(), listener.socket.fileno(), *numbers):
+        if not listener.lacks_descriptors:
+            numbers.append(listener.socket.fileno())
+        for number in (self._woken.fileno(), *numbers):
             if number >= 0:  # else another thread has closed it
                 arrivals.register(number, select.POLLIN)
         return arrivals

@@ -7,6 +7,8 @@ import queue
 import select
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -244,6 +246,55 @@ def test_receives_are_limited_to_any_time(seconds):
             limit = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
     whole, micros = struct.unpack("ll", limit)
     assert seconds < whole + micros / 1e6 < seconds + 0.1
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, sys, threading, time
+from pycomm._runtime.listener import Listener
+
+listener, tries, heard, tried = Listener("127.0.0.1"), [], threading.Event(), threading.Event()
+accept = listener.accept
+
+def noting_accept():
+    accept()
+    if listener.lacks_descriptors:
+        tries.append(time.monotonic())
+        if len(tries) == 4:
+            tried.set()
+
+listener.accept = noting_accept
+listener.watch(lambda alarm: heard.set())
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, most))
+kept = []
+try:
+    while True:
+        kept.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+print(listener.port, listener.token, flush=True)
+assert tried.wait(60)
+assert tries[3] - tries[0] > 0.25
+assert not heard.is_set()
+for descriptor in kept:
+    os.close(descriptor)
+assert heard.wait(60)
+listener.close()
+"""
+
+
+def test_a_lookout_without_descriptors_tries_again_from_time_to_time():
+    """It does not spin while somebody waits whom it cannot accept, and hears them later."""
+    command = [sys.executable, "-c", WITHOUT_DESCRIPTORS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            port, token = process.stdout.readline().split()
+            with socket.create_connection(("127.0.0.1", int(port))) as connection:
+                message = {"token": token, "failed": [1, 5, ""]}
+                connection.sendall(json.dumps(message).encode() + b"\n")
+                assert process.wait(120) == 0
+        finally:
+            process.kill()
 
 
 @contextlib.contextmanager
