@@ -107,10 +107,10 @@ class Wrapping(nn.Module):
         self._follow_module()
         yield from super().named_modules(*args, **kwargs)
 
-    def modules(self) -> Iterator[nn.Module]:
+    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
         """The wrapper, the module, and all modules inside of it."""
         yield self
-        yield from self.module.modules()
+        yield from self.module.modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The module's children."""
