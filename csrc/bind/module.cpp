@@ -185,11 +185,13 @@ void bind_works_and_windows(py::module_& m) {
       },
       py::arg("data"), py::arg("bytes"), py::arg("fd"), py::arg("position"));
   m.def(
-      "leave_to_children",
+      "leave_as_is_in_children",
       [](std::uintptr_t data, std::int64_t bytes) {
-        cpu::leave_to_children(reinterpret_cast<std::byte*>(data), bytes);
+        cpu::leave_as_is_in_children(reinterpret_cast<std::byte*>(data), bytes);
       },
       py::arg("data"), py::arg("bytes"));
+  // Keeps the GIL: a step of another thread between the copy and the fork would give the child the
+  // tensors in windows of one step, and all others of the next.
   m.def("copy_at_fork", &cpu::copy_at_fork);
   m.attr("window_layout") = cpu::kLayout;
 }

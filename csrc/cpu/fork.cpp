@@ -8,11 +8,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <map>
 #include <mutex>
 #include <optional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -77,17 +79,24 @@ bool make_copy() {
   std::int64_t total = 0;
   for (const auto& [data, pages] : own.pages) total += pages.bytes;
   if (total == 0) return true;
-  if (total > available_memory()) return false;
+  if (!suffices_for_copy(total, available_memory())) return false;
   void* const memory = mmap(nullptr, size(total), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) return false;
   own.copy = static_cast<std::byte*>(memory);
-  own.copied = 0;
-  for (auto& [data, pages] : own.pages) {
-    std::memcpy(own.copy + own.copied, data, size(pages.bytes));
-    pages.copied_at = std::exchange(own.copied, own.copied + pages.bytes);
-  }
+  own.copied = total;
   has_copy = true;
+  std::int64_t end = 0;
+  for (auto& [data, pages] : own.pages) {
+    for (std::int64_t at = 0; at < pages.bytes; at += kCopiedPortion) {
+      if (!suffices_for_copy(total - end - at, available_memory())) {
+        drop_copy();
+        return false;
+      }
+      std::memcpy(own.copy + end + at, data + at, size(std::min(kCopiedPortion, pages.bytes - at)));
+    }
+    pages.copied_at = std::exchange(end, end + pages.bytes);
+  }
   return true;
 }
 
@@ -116,7 +125,10 @@ void make_private(std::byte* data, const Pages& pages, bool from_copy) {
            pages.fd, pages.position) != MAP_FAILED) {
     return;
   }
-  (void)mprotect(data, size(pages.bytes), PROT_READ);  // better a fault than a write to the parent
+  if (mprotect(data, size(pages.bytes), PROT_READ) == 0) return;  // a write faults
+  constexpr std::string_view kWhy = "pycomm: a forked child has no tensors of its own\n";
+  (void)!write(STDERR_FILENO, kWhy.data(), kWhy.size());
+  std::abort();  // it would write to its parent's tensors
 }
 
 void begin_child() {
@@ -160,8 +172,10 @@ void make_private_in_children(std::byte* data, std::int64_t bytes, int fd, std::
   own.pages[data] = {bytes, fd, position};
 }
 
-void leave_to_children(std::byte* data, std::int64_t bytes) {
+void leave_as_is_in_children(std::byte* data, std::int64_t bytes,
+                             const std::function<void()>& replace) {
   const std::lock_guard lock(own.mutex);
+  replace();
   std::byte* const end = data + bytes;
   auto next = own.pages.lower_bound(data);
   if (next != own.pages.begin()) --next;  // it may reach into the range
@@ -178,6 +192,11 @@ void leave_to_children(std::byte* data, std::int64_t bytes) {
       own.pages[end] = {pages_end - end, pages.fd, pages.position + (end - begin)};
     }
   }
+}
+
+bool suffices_for_copy(std::int64_t left, std::int64_t available) {
+  constexpr std::int64_t kRanks = 16;  // that copy a portion at the same time
+  return left + (kRanks - 1) * std::min(left, kCopiedPortion) <= available;
 }
 
 bool copy_at_fork() {

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 
 namespace pycomm::cpu {
@@ -26,13 +27,19 @@ void close_in_children(std::span<const int> sockets);
 
 // Adds pages of a file that are mapped at `data`.
 void make_private_in_children(std::byte* data, std::int64_t bytes, int fd, std::int64_t position);
-// Removes pages, perhaps a part of what was added.
-void leave_to_children(std::byte* data, std::int64_t bytes);
+// Removes pages, perhaps a part of what was added: children inherit them as they are. No fork comes
+// between that and `replace`, which may map something else there; if it throws, the pages stay.
+void leave_as_is_in_children(
+    std::byte* data, std::int64_t bytes, const std::function<void()>& replace = [] {});
 
 // Copies all that was added, for the child of this thread's next fork. Children of several forks
 // share the copy as long as the values are the same and nobody drops it. Returns false if memory
 // does not suffice.
 bool copy_at_fork();
+// True if `available` bytes of memory suffice to copy `left` more bytes, although other ranks of the
+// node may copy theirs at the same time. Each asks again before each portion.
+inline constexpr std::int64_t kCopiedPortion = 16 << 20;
+bool suffices_for_copy(std::int64_t left, std::int64_t available);
 // Frees the copy. Costs next to nothing if there is none.
 void drop_copy_for_children();
 

@@ -50,7 +50,7 @@ Mapping::Mapping(Mapping&& other) noexcept
 
 HeapMap::~HeapMap() {
   for (const auto& [offset, allocation] : allocations_) {
-    leave_to_children(allocation.data, allocation.bytes);
+    leave_as_is_in_children(allocation.data, allocation.bytes);
   }
 }
 
@@ -96,7 +96,7 @@ bool HeapMap::unmap(std::int64_t offset) {
   const auto found = allocations_.find(offset);
   places_.erase(reinterpret_cast<std::uintptr_t>(found->second.data));
   const bool detached = !found->second.detached.empty();
-  leave_to_children(found->second.data, found->second.bytes);
+  leave_as_is_in_children(found->second.data, found->second.bytes);
   if (!found->second.own) {
     // Frees private pages now, because the chunk may stay for other allocations.
     if (detached) {
@@ -179,13 +179,14 @@ void HeapMap::detach(const Range& pages) {
 // `within`: pages of the allocation at `begin`.
 void HeapMap::make_private(std::byte* allocation, std::int64_t begin, const Range& within) {
   std::byte* const data = allocation + within.begin;
-  leave_to_children(data, within.count);
-  remap(data, {begin + within.begin, within.count}, MAP_PRIVATE);
-  // A private page remains the file's until it is written to. Other threads of this process may be
-  // writing to it. An atomic write of the present value loses none of their data.
-  for (std::int64_t page = 0; page < within.count; page += kPage) {
-    reinterpret_cast<volatile std::atomic<std::uint32_t>*>(data + page)->fetch_or(0);
-  }
+  leave_as_is_in_children(data, within.count, [&] {
+    remap(data, {begin + within.begin, within.count}, MAP_PRIVATE);
+    // A private page remains the file's until it is written to. Other threads of this process may
+    // be writing to it. An atomic write of the present value loses none of their data.
+    for (std::int64_t page = 0; page < within.count; page += kPage) {
+      reinterpret_cast<volatile std::atomic<std::uint32_t>*>(data + page)->fetch_or(0);
+    }
+  });
 }
 
 Heap::Heap(WindowFile& file, int slice) : file_(file), slice_(slice), forks_(current_forks()) {

@@ -17,7 +17,7 @@ from pycomm import _C
 
 # Functions that fork for children without use for a model, or for a program to execute. All callers
 # of a fork count, not only the last one.
-_NEED_NO_COPY = {
+_CALLERS_WITHOUT_COPY = {
     ("torch.utils.data.dataloader", "__init__"),
     ("torchdata.stateful_dataloader.stateful_dataloader", "__init__"),
     ("subprocess", "_execute_child"),
@@ -25,17 +25,17 @@ _NEED_NO_COPY = {
 
 
 def _prepare() -> None:
-    if not _needs_no_copy() and not _C.copy_at_fork():
+    if not _child_needs_no_copy() and not _C.copy_at_fork():
         logging.getLogger("pycomm.memory").warning(
             "no memory to copy the tensors in windows for a forked process, which may therefore "
             "see what is written to them later"
         )
 
 
-def _needs_no_copy() -> bool:
+def _child_needs_no_copy() -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _NEED_NO_COPY:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _CALLERS_WITHOUT_COPY:
             return True
         frame = frame.f_back
     return False

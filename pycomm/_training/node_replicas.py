@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -40,8 +41,8 @@ class _Area:
         self, file: int, rank: int, kinds: Sequence[Kind], parameters: Sequence[Kind]
     ) -> None:
         places = places_of([*kinds, *kinds, *parameters], rank, _FIRST)
-        path = f"/proc/self/fd/{file}"
-        memory = torch.from_file(path, shared=True, size=places[-1], dtype=torch.uint8)
+        self._map = mmap.mmap(file, places[-1])  # lives as long as any of the tensors
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)
         views = views_in(memory, [*kinds, *kinds, *parameters], rank, _FIRST)
         count = len(kinds)
         self.tensors, self.former = views[:count], views[count : 2 * count]
@@ -52,11 +53,14 @@ class _Area:
         self._end = places[count]
 
     def make_private_in_children(self, file: int) -> None:
-        """Makes the tensors private to forked children, as tensors in the window are."""
+        """Makes the tensors private to forked children, as tensors in the window are.
+
+        This ends with the last tensor. An optimizer may keep them when it has other replicas.
+        """
         begin, page = self._begun.data_ptr(), os.sysconf("SC_PAGE_SIZE")
         nbytes, file = -(-self._end // page) * page, os.dup(file)
         _C.make_private_in_children(begin, nbytes, file, 0)
-        weakref.finalize(self, _leave_to_children, begin, nbytes, file)
+        weakref.finalize(self._map, _leave_as_is_in_children, begin, nbytes, file)
 
     def begin_step(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
         """Copies everything that a step is about to change."""
@@ -129,8 +133,8 @@ class NodeReplicas(Replicas):
         return [(rank + number) % self._group.size for number in range(self._group.size)]
 
 
-def _leave_to_children(begin: int, nbytes: int, file: int) -> None:
-    _C.leave_to_children(begin, nbytes)
+def _leave_as_is_in_children(begin: int, nbytes: int, file: int) -> None:
+    _C.leave_as_is_in_children(begin, nbytes)
     os.close(file)
 
 

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 import pycomm
 from pycomm import _C
 from pycomm._runtime import forks
+from pycomm._training.node_replicas import _Area
+from pycomm._training.replicas import Kind
 
 
 def test_waits_are_refused(world):
@@ -265,7 +268,7 @@ def test_pages_are_private_to_children_until_they_are_taken_back(begin, end):
             at = address + first * page
             _C.make_private_in_children(at, (last - first) * page, fd, (2 + first) * page)
         try:
-            _C.leave_to_children(address + begin * page, (end - begin) * page)
+            _C.leave_as_is_in_children(address + begin * page, (end - begin) * page)
 
             def write():
                 for number in range(8):
@@ -280,9 +283,25 @@ def test_pages_are_private_to_children_until_they_are_taken_back(begin, end):
             left = [memory[number * page] for number in range(8)]
             assert left == [0 if begin <= n < end else 1 + n for n in range(8)]
         finally:
-            _C.leave_to_children(address, 8 * page)
+            _C.leave_as_is_in_children(address, 8 * page)
             gc.collect()
     os.close(fd)
+
+
+def test_replicas_are_private_to_children_as_long_as_their_tensors_live():
+    """Also if the replicas that they belonged to are gone; then the memory is, too."""
+    file = _C.create_file(1 << 16, "replicas")
+    area = _Area(file, 0, [Kind(torch.float32, (1000,))], [])
+    area.make_private_in_children(file)
+    os.close(file)
+    kept, gone = [area.tensors[0].fill_(1)], weakref.ref(area._map)
+    del area
+    gc.collect()
+    in_child(lambda: kept[0].fill_(2))
+    assert bool((kept[0] == 1).all())
+    kept.clear()
+    gc.collect()
+    assert gone() is None
 
 
 def test_sockets_are_closed_in_children():

@@ -1,4 +1,5 @@
 // The window's memory: its mappings, what it gives back, and how much is available.
+#include "cpu/fork.h"
 #include "cpu/memory.h"
 
 #include <sys/resource.h>
@@ -179,6 +180,15 @@ void memory_is_what_is_left() {
   fs::remove_all(root);
 }
 
+// A copy for forked children leaves room for the portions that other ranks may be copying.
+void copies_leave_room() {
+  constexpr std::int64_t kLarge = 1 << 30, kOthers = 15 * cpu::kCopiedPortion;
+  PYCOMM_CHECK(cpu::suffices_for_copy(kLarge, kLarge + kOthers), "there is room");
+  PYCOMM_CHECK(!cpu::suffices_for_copy(kLarge, kLarge + kOthers - 1), "others lack room");
+  PYCOMM_CHECK(cpu::suffices_for_copy(1, 16), "a small copy needs little room");
+  PYCOMM_CHECK(!cpu::suffices_for_copy(1, 15), "others lack room for a small copy");
+}
+
 }  // namespace
 }  // namespace pycomm::test
 
@@ -189,5 +199,6 @@ int main() {
                   {"tensors are found", tensors_are_found},
                   {"detached memory is private", detached_memory_is_private},
                   {"heap gives back", heap_gives_back},
-                  {"memory is what is left", memory_is_what_is_left}});
+                  {"memory is what is left", memory_is_what_is_left},
+                  {"copies leave room", copies_leave_room}});
 }
