@@ -2,6 +2,7 @@
 // sharded steps are in bind/sharded.cpp.
 #define TORCH_TARGET_VERSION 0x020b000000000000  // the oldest supported torch: 2.11
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "bind/gil.h"
@@ -41,6 +42,19 @@ void step(const Settings& settings, const py::buffer& table, std::uintptr_t grad
   const std::vector<Segment> segments = segments_of(table);
   const WithoutGil no_gil;
   cpu::step(settings, segments, control(grad_scale, found_inf, clip), torch_parallel);
+}
+
+std::vector<std::pair<double, double>> lamb_sums(const Settings& settings, const py::buffer& table,
+                                                 std::uintptr_t grad_scale,
+                                                 std::uintptr_t found_inf, std::uintptr_t clip) {
+  const std::vector<Segment> segments = segments_of(table);
+  std::vector<std::pair<double, double>> sums;
+  const WithoutGil no_gil;
+  for (const cpu::LambSums& sum :
+       cpu::lamb_sums(settings, segments, control(grad_scale, found_inf, clip), torch_parallel)) {
+    sums.emplace_back(sum.weights, sum.directions);
+  }
+  return sums;
 }
 
 cpu::Numbers codes(std::uintptr_t data, std::uintptr_t largest, bool squares) {
@@ -146,6 +160,9 @@ void bind_optim(py::module_& m) {
         py::arg("codes"), py::arg("largest"));
   m.def("optimizer_grad_norm", &grad_norm, py::arg("table"), py::arg("grad_scale"),
         py::arg("found_inf"), py::arg("clip"), py::arg("max_norm"));
+  m.def("lamb_ratio", &lamb_ratio, py::arg("weights"), py::arg("directions"));
+  m.def("optimizer_lamb_sums", &lamb_sums, py::arg("settings"), py::arg("table"),
+        py::arg("grad_scale"), py::arg("found_inf"), py::arg("clip"));
   m.def("optimizer_step", &step, py::arg("settings"), py::arg("table"), py::arg("grad_scale"),
         py::arg("found_inf"), py::arg("clip"));
 }

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pycomm import _C
 from pycomm._inputs.tensors import local
 from pycomm._runtime.torch_private import local_tensor
 from pycomm.optim import _options, _storage
-from pycomm.optim._executors import OnCpu, OnCuda, Step, executor, is_capturing
+from pycomm.optim._executors import Control, OnCpu, OnCuda, Step, executor, is_capturing
 from pycomm.optim._rows import Row
 from pycomm.optim._storage import CODE, MASTER, REMAINDER, ROOT, SCALE, State
 
@@ -50,14 +51,17 @@ class Division(NamedTuple):
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of the values of all shards, with the same bits on all ranks.
 
-        All ranks of the mesh must call this.
+        All ranks of the mesh must call this. The values travel on the mesh's device, which is
+        another one than theirs if the parameters are offloaded from it.
         """
+        kind, device = self.mesh.device_type, value.device
+        value = value if device.type == kind else value.to(kind)
         for dim in self.dims:
             group = self.mesh.get_group(dim)
             values = [torch.empty_like(value) for _ in range(self.mesh.size(dim))]
             dist.all_gather(values, value, group=group)
             value = functools.reduce(torch.add, values)
-        return value
+        return value.to(device)
 
 
 def division_of(param: torch.Tensor) -> Division | None:
@@ -98,10 +102,12 @@ def check_param(optimizer: str, param: Any, needs_whole_norms: bool) -> None:
         )
     if any(placement.is_partial() for placement in param.placements):
         raise ValueError(f"{optimizer} takes DTensors that are Shard or Replicate, got {told}")
-    if needs_whole_norms and division_of(param) is not None:
+    on_cpu = local_tensor(param).device.type == "cpu"
+    if needs_whole_norms and division_of(param) is not None and not on_cpu:
         raise ValueError(
-            f"{optimizer} needs the norm of each whole parameter: it takes plain tensors and "
-            f"DTensors that are Replicate on every mesh dimension of several ranks, got {told}"
+            f"{optimizer} needs the norm of each whole parameter: elsewhere than on the CPU, it "
+            "takes plain tensors and DTensors that are Replicate on every mesh dimension of "
+            f"several ranks, got {told}"
         )
     _options.check_param(optimizer, local_tensor(param))
 
@@ -277,6 +283,13 @@ def by_division(params: Sequence[torch.Tensor], rows: Iterable[Row]) -> Divided:
     return found
 
 
+class RowStep(NamedTuple):
+    """The step of one parameter: its settings, and its row's words."""
+
+    settings: _C.OptimizerSettings
+    words: array[int]
+
+
 class MeshNorms:
     """Measures the norm of gradients that are divided among ranks."""
 
@@ -291,7 +304,7 @@ class MeshNorms:
         squares = torch.zeros((), dtype=torch.float64, device=device)
         for division, words in divided.items():
             own = self._squares(device, division, words)
-            squares = squares + (own if division is None else self._total(division, own))
+            squares = squares + (own if division is None else division.total(own))
         return _conclude(squares, step)
 
     def _squares(
@@ -305,11 +318,34 @@ class MeshNorms:
             self._last[division] = steps
         return steps.squares()
 
-    def _total(self, division: Division, own: torch.Tensor) -> torch.Tensor:
-        """The mesh's sum; on the mesh's device, if the parameters are offloaded from it."""
-        kind = division.mesh.device_type
-        there = own if own.device.type == kind else own.to(kind)
-        return division.total(there).to(own.device)
+
+def adapt(params: Iterable[torch.Tensor], steps: Mapping[int, RowStep], control: Control) -> None:
+    """Makes the steps of divided parameters LAMB's, whose ratios need norms of whole parameters.
+
+    All ranks of the meshes must call this. The ratios have the same bits on all of them.
+
+    Args:
+        params: all parameters. Those without a gradient count, because another rank may have one.
+        steps: the steps of parameters with gradients, by the parameters' ids. The rates of those
+            that adapt are multiplied by their ratios.
+        control: of the steps.
+    """
+    divided: dict[Division, list[int]] = {}
+    for param in params:
+        if (division := division_of(param)) is not None:
+            divided.setdefault(division, []).append(id(param))
+    for division, members in divided.items():
+        adapts = [number in steps and steps[number].settings.adapt for number in members]
+        own = torch.zeros(len(members), 2, dtype=torch.float64)
+        for number, sums, adapting in zip(members, own, adapts, strict=True):
+            if adapting:
+                found = _C.optimizer_lamb_sums(*steps[number], *control)
+                sums.copy_(torch.tensor(found[0], dtype=torch.float64))
+        for number, sums, adapting in zip(members, division.total(own), adapts, strict=True):
+            if adapting:
+                settings = steps[number].settings
+                settings.lr *= _C.lamb_ratio(*sums.tolist())
+                settings.adapt = False
 
 
 def _conclude(squares: torch.Tensor, step: Step) -> torch.Tensor:

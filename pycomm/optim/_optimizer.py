@@ -148,6 +148,8 @@ class FusedOptimizer(DividedOptimizer):
         )
         if self._has_dtensors and step.measures:
             self.grad_norm, step = self._measure(device, rows, step)
+        if self._adapts_dtensors:
+            self._adapt(tables, rows, step)
         with contextlib.nullcontext() if self._replicas is None else self._replicas.step():
             norm = steps.run(step)
         if norm is not None:
@@ -173,6 +175,21 @@ class FusedOptimizer(DividedOptimizer):
         divided = _dtensor.by_division(self._params(), rows)
         norm = self._mesh_norms.measure(device, divided, step)
         return norm, step._replace(max_norm=None, sets_found=False)
+
+    @property
+    def _adapts_dtensors(self) -> bool:
+        """True if steps of DTensors may depend on norms of whole parameters."""
+        return self._has_dtensors and self._needs_whole_norms
+
+    def _adapt(self, tables: list[Table], rows: list[Row], step: _executors.Step) -> None:
+        """Measures the norms of whole parameters that are divided among ranks."""
+        from pycomm.optim import _dtensor
+
+        steps = {
+            id(row.param): _dtensor.RowStep(settings, words)
+            for row, settings, (_, words) in zip(rows, step.settings, tables, strict=True)
+        }
+        _dtensor.adapt(self._params(), steps, step.control)
 
     def _place(self, param: torch.Tensor) -> int:
         """Where a DTensor's random bits begin."""
@@ -209,6 +226,9 @@ class FusedOptimizer(DividedOptimizer):
                     rows.append(row)
                     grads.append(grad)
                     row.add_to(table)
+                    if self._adapts_dtensors:  # each with settings of its own
+                        tables.append((group, table))
+                        table = array("q")
                 stream += 1
             if table:
                 tables.append((group, table))

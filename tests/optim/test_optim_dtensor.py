@@ -327,6 +327,62 @@ def test_training_is_that_of_torch(spread, ranks):
             assert golden.same_bits(got, first)
 
 
+LAMB = functools.partial(optim.FusedLAMB, lr=1e-2, weight_decay=0.1)
+SMALL_LAMB = functools.partial(LAMB, max_norm=0.7)
+
+
+@pytest.mark.parametrize(("spread", "ranks"), [(fsdp, 2), (fsdp, 3), (hsdp, 4), (both, 4)])
+def test_lamb_has_the_ratios_of_whole_parameters(spread, ranks):
+    """The sums of shards are added in another order, so the last places differ."""
+    kinds = [(LAMB, None), (SMALL_LAMB, None)]
+    expected = trained(lambda net: net, kinds)
+    results = run(ranks, trained, spread, kinds)
+    for result in results:
+        for (weights, _), (right, _), (first, _) in zip(result, expected, results[0], strict=True):
+            for got, whole_one, same_one in zip(weights, right, first, strict=True):
+                assert torch.allclose(got, whole_one, rtol=1e-5, atol=1e-6)
+                assert golden.same_bits(got, same_one)
+
+
+LAMBS = [
+    Case("lamb"),
+    Case("lamb", {"always_adapt": True, "weight_decay": 0.0}, BF16, torch.float32, "fp32"),
+    Case("lamb", {"weight_decay": 0.0}),
+]
+
+
+def test_lamb_in_several_forms():
+    """Some shards have no elements. Without ratios, the bits are those of an unsharded LAMB."""
+    expected = [alone(case) for case in LAMBS]
+    for results in run(3, stepped, LAMBS):
+        for case, got, reference in zip(LAMBS, results, expected, strict=True):
+            close(got, reference, 1e-2 if case.dtype == BF16 else 1e-6)
+        same(results[2], expected[2])
+
+
+def lamb_without_some_gradients():
+    """A rank without gradients takes part in norms, and a skipped step changes nothing."""
+    params = [nn.Parameter(distribute_tensor(torch.ones(4), line(), [Shard(0)])) for _ in range(2)]
+    optimizer = LAMB(params)
+    for param in params:
+        param.grad = placed(torch.full((4,), 3.0), param)
+    if dist.get_rank() == 1:
+        params[1].grad = None
+    optimizer.step()
+    before = [param.to_local().clone() for param in params]
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(map(torch.equal, before, (param.to_local() for param in params)))
+    return before
+
+
+def test_lamb_where_a_rank_lacks_gradients():
+    first, second = run(2, lamb_without_some_gradients)
+    assert torch.equal(first[0], second[0])
+    assert bool((first[0] < 1).all())
+    assert torch.equal(second[1], torch.ones(2))
+
+
 def unsharded(net):
     return nn.Sequential(nn.LayerNorm(19), *net)
 
@@ -717,8 +773,9 @@ def refused():
     partial = nn.Parameter(DTensor.from_local(torch.ones(8, 8), mesh, [Partial()], run_check=False))
     with pytest.raises(ValueError, match=r"FusedSGD takes DTensors that are Shard or Replicate"):
         optim.FusedSGD([partial])
+    on_meta = nn.Parameter(torch.empty_like(made([Shard(0)]), device="meta"))
     with pytest.raises(ValueError, match="FusedLAMB needs the norm of each whole parameter"):
-        optim.FusedLAMB([made([Shard(0)])])
+        optim.FusedLAMB([on_meta])
     param = made([Replicate()])
     param.grad = placed(torch.ones(8, 8), param)
     optim.FusedLAMB([param]).step()

@@ -15,11 +15,16 @@ double square_sum(const Segment& segment, std::int64_t chunk) {
   return square_sum(grad, at, std::min(kChunk, segment.count - at));
 }
 
-// LAMB's first pass: the ratio of each segment.
-std::vector<double> lamb_ratios(const Settings& settings, const std::vector<Segment>& segments,
-                                const Row& row, float scale, const Parallel& parallel) {
+}  // namespace
+
+std::vector<LambSums> lamb_sums(const Settings& settings, const std::vector<Segment>& segments,
+                                const StepControl& control, const Parallel& parallel) {
+  if (skips(control)) return std::vector<LambSums>(segments.size());
+  const Row row(segments);
+  const float scale = gradient_factor(settings.maximize, control);
   const auto chunks = static_cast<std::size_t>(row.chunks());
-  std::vector<double> weights(chunks), directions(chunks), ratios;
+  std::vector<double> weights(chunks), directions(chunks);
+  std::vector<LambSums> totals;
   parallel(row.chunks(), [&](std::int64_t begin, std::int64_t end) {
     row.visit(begin, end, [&](std::size_t s, std::int64_t first, std::int64_t last) {
       const Lamb lamb(settings, *segments[s].step + 1.0);
@@ -33,13 +38,10 @@ std::vector<double> lamb_ratios(const Settings& settings, const std::vector<Segm
   });
   for (std::size_t s = 0; s < segments.size(); ++s) {
     const std::int64_t begin = row.begin(s), n = row.chunks(s);
-    ratios.push_back(
-        lamb_ratio(sum_tree(weights.data() + begin, n), sum_tree(directions.data() + begin, n)));
+    totals.push_back({sum_tree(weights.data() + begin, n), sum_tree(directions.data() + begin, n)});
   }
-  return ratios;
+  return totals;
 }
-
-}  // namespace
 
 double grad_norm(const std::vector<Segment>& segments, const StepControl& control, double max_norm,
                  const Parallel& parallel) {
@@ -66,7 +68,9 @@ void step(const Settings& settings, const std::vector<Segment>& segments,
   const float scale = gradient_factor(settings.maximize, control);
   std::vector<double> ratios(segments.size(), 1.0);
   if (settings.rule == Rule::lamb && settings.adapt) {
-    ratios = lamb_ratios(settings, segments, row, scale, parallel);
+    const std::vector<LambSums> sums = lamb_sums(settings, segments, control, parallel);
+    std::transform(sums.begin(), sums.end(), ratios.begin(),
+                   [](const LambSums& sum) { return lamb_ratio(sum.weights, sum.directions); });
   }
   const auto before = [](Reader&, std::int64_t, std::int64_t) {};
   const auto after = [](std::int64_t, std::int64_t) {};

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/optim/segment.h"
+#include "cpu/optim/loops.h"
 
 namespace pycomm::cpu {
 
@@ -18,6 +19,11 @@ using Parallel = std::function<void(std::int64_t n, const Body& body)>;
 // is not finite, and clip to the factor that reduces the norm to `max_norm`.
 double grad_norm(const std::vector<Segment>& segments, const StepControl& control, double max_norm,
                  const Parallel& parallel);
+
+// LAMB's sums of squares of each segment's weights and directions, from which its ratio follows
+// (core/optim/lamb.h). Zeros if the step is skipped.
+std::vector<LambSums> lamb_sums(const Settings& settings, const std::vector<Segment>& segments,
+                                const StepControl& control, const Parallel& parallel);
 
 void step(const Settings& settings, const std::vector<Segment>& segments,
           const StepControl& control, const Parallel& parallel);
