@@ -129,7 +129,6 @@ def extension():  # type: ignore[no-untyped-def]
         "pycomm._C",
         sources=sorted(map(str, sources)),
         include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
-        define_macros=[("PYCOMM_WITH_CUDA", str(int(cuda)))],
         extra_compile_args={"cxx": common + host, "nvcc": common + nvcc} if cuda else common + host,
         library_dirs=[f"{cuda_home}/lib64"] if cuda else [],
         libraries=["cudart_static", "rt", "dl", "pthread"] if cuda else [],

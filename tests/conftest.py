@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import settings
 
 import pycomm
 
+# Kernels without vectors: Inductor would compile programs to ask what the machine's vectors are.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
 torch.set_num_threads(1)

@@ -87,7 +87,7 @@ std::int64_t cuda_select(int device, std::uintptr_t stream, std::uintptr_t works
 }  // namespace
 
 void bind_cuda(py::module_& m) {
-  m.attr("has_cuda") = PYCOMM_WITH_CUDA != 0;
+  m.attr("has_cuda") = cuda::available();
   py::class_<Endpoint, std::shared_ptr<Endpoint>>(m, "CudaEndpoint")
       .def(py::init([](int device, int rank, int ranks, int lanes, std::int64_t staging_bytes,
                        std::int64_t window_bytes, double timeout,

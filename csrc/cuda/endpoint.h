@@ -56,6 +56,8 @@ struct Extras {
   std::optional<std::uint64_t> capture;  // what the stream is in; see Endpoint::capture_of()
 };
 
+// False in a build without CUDA.
+bool available();
 // The least staging that is enough for every operation except top-k.
 std::int64_t least_staging_bytes(int ranks, int lanes);
 // Bytes of a window with this much staging and heap.

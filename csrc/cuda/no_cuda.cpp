@@ -21,6 +21,7 @@ namespace {
 struct Endpoint::Impl {};
 struct SharedLaunch::Impl {};
 
+bool available() { return false; }
 std::int64_t least_staging_bytes(int, int) { unavailable(); }
 std::int64_t window_bytes(int, int, std::int64_t, std::int64_t) { unavailable(); }
 std::int64_t heap_begin(int, int, std::int64_t) { unavailable(); }

@@ -5,8 +5,7 @@ import pytest
 import sweep
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("algorithm", sweep.ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "size"), sweep.a_third_of(sweep.ALGORITHMS, [2, 3, 4]))
 def test_exact(algorithm, size):
     staging_bytes = sweep.small_staging(size)
     cases = [case for dtype in sweep.DTYPES for case in sweep.grid(algorithm, dtype, size)]

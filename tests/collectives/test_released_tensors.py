@@ -7,6 +7,7 @@ import time
 
 import helpers
 import pytest
+import sweep
 import torch
 
 import pycomm
@@ -36,8 +37,7 @@ def is_untouched(x):
     return bool((x == SENTINEL).all())
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "algorithm"), sweep.half_of([2, 3], ALGORITHMS))
 def test_abort_in_the_middle(world, size, algorithm):
     rng = random.Random(f"{size} {algorithm}")
     for _ in range(6):

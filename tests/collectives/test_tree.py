@@ -10,7 +10,7 @@ from golden import double_tree
 import pycomm
 
 
-@pytest.mark.parametrize(("dtype", "size"), sweep.a_third_of(sweep.DTYPES, range(1, 10)), ids=str)
+@pytest.mark.parametrize(("dtype", "size"), sweep.a_fifth_of(sweep.DTYPES, range(1, 10)), ids=str)
 def test_exact_at_every_border(dtype, size):
     sweep.check_grid("tree", dtype, size)
 

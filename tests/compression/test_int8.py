@@ -29,7 +29,7 @@ def test_many_steps_with_feedback(algorithm, size):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "dtype", "size"), sweep.a_third_of(ALGORITHMS, FLOATS, range(1, 6)), ids=str
+    ("algorithm", "dtype", "size"), sweep.a_fifth_of(ALGORITHMS, FLOATS, range(1, 6)), ids=str
 )
 def test_every_block_around_every_border(algorithm, dtype, size):
     for turn, block in enumerate(BLOCKS):

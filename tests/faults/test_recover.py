@@ -6,6 +6,7 @@ import time
 
 import pytest
 import recovering
+import sweep
 import torch
 
 import pycomm
@@ -121,8 +122,9 @@ def send_around(survivor):
 EVENTS = range(7)
 
 
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("begin", [reduce, reduce_apart, send_around])
+@pytest.mark.parametrize(
+    ("begin", "event"), sweep.a_third_of([reduce, reduce_apart, send_around], EVENTS)
+)
 def test_wherever_ranks_fail(monkeypatch, begin, event):
     met = 0
     for other in EVENTS:

@@ -67,7 +67,9 @@ def test_ranks_keep_their_order_and_their_nodes(nodes, victims, left):
         assert value == (None if rank in victims else (kept.index(rank), kept, left))
 
 
-@pytest.mark.parametrize("seed", range(100, 104))
+@pytest.mark.parametrize(
+    "seed", [100, 101, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (102, 103))]
+)
 def test_survivors_go_on_after_random_kills(seed):
     world = shrinking.run_world(seed, spans=True)
     assert shrinking.complaints(world) == [], world
@@ -96,7 +98,15 @@ def count_commits(rank, size, store, nodes):
     return commits
 
 
-@pytest.mark.parametrize("nodes", ["ab", "abc", "aabb", "abba", "abcc"])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "ab",
+        *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in ("abc", "aabb")),
+        "abba",
+        "abcc",
+    ],
+)
 def test_a_step_is_committed_by_all_survivors_or_by_none(nodes):
     choice = random.Random(nodes)
     victims = choice.sample(range(len(nodes)), len(nodes) // 2)

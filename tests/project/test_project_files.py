@@ -1,6 +1,7 @@
 """Statements about the project agree: make targets, paths, versions, variables."""
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -82,6 +83,29 @@ def test_every_test_has_a_target():
         assert re.search(recipe, text("Makefile"), re.M)
     gate = {"test", "test-slow", "mutants", "tsan", "racecheck", "asan"}
     assert gate <= set(targets_in(text(".ci/run")))
+
+
+def targets_of_the_gate(folder, *arguments, day=0):
+    """The targets that `.ci/run` makes for a commit of a day since 1970."""
+    for name, body in {"make": f"echo $1 >>{folder}/made", "git": f"echo {day * 86400}"}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    gate = [ROOT / ".ci/run", *arguments]
+    subprocess.run(gate, env={"PATH": path}, check=True, capture_output=True, timeout=60)
+    made = (folder / "made").read_text().split()
+    (folder / "made").unlink()
+    return made
+
+
+def test_the_gates_of_two_days_make_all_targets(tmp_path):
+    """The sanitizers take turns, day by day, and nightly leaves none out."""
+    even, odd = (targets_of_the_gate(tmp_path, day=day) for day in (20000, 20001))
+    everything = targets_of_the_gate(tmp_path, "nightly")
+    assert {"tsan", "racecheck", "asan"} < set(everything)
+    assert set(everything) - set(odd) == {"tsan", "racecheck"}
+    assert set(everything) - set(even) == {"asan"}
+    assert targets_of_the_gate(tmp_path, day=20002) == even
 
 
 def test_the_parts_of_five_days_are_all_long_tests(pytestconfig):

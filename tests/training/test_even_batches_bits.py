@@ -9,6 +9,7 @@ import helpers
 import hypothesis.strategies as st
 import pytest
 import sharding
+import sweep
 import torch
 from hypothesis import given, settings
 from sharding import Parameter, Program, Step
@@ -67,8 +68,9 @@ def test_loss_scaling():
     check([5, 1, 2], steps, dtype=torch.float16, scaled=True, options={"master_weights": "fp32"})
 
 
-@pytest.mark.parametrize("zero", ["none", "optimizer", "model"])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    ("set_to_none", "zero"), sweep.half_of([True, False], ["none", "optimizer", "model"])
+)
 def test_accumulated_gradients(zero, set_to_none):
     """Ranks run out of batches between two backwards of one step, too."""
     one, two = Step(steps=0, zero=zero, set_to_none=set_to_none), Step(zero="none")
@@ -254,8 +256,12 @@ class Raises(torch.autograd.Function):
         raise OwnError
 
 
-@pytest.mark.parametrize("where", ["forward", "loss", "backward", "second loss"])
-@pytest.mark.parametrize("stage", [None, "optimizer", "gradients"])
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    sweep.a_third_of(
+        [None, "optimizer", "gradients"], ["forward", "loss", "backward", "second loss"]
+    ),
+)
 def test_errors_that_a_loop_catches(world, stage, where):
     """All ranks skip the batch, as in join(); also the first one, and the last one of a rank."""
     failing = [(0, 2), (1, 0), (1, 4)]  # ranks and steps

@@ -12,6 +12,7 @@ import growing
 import helpers
 import numpy as np
 import pytest
+import sweep
 import torch
 import wrapped
 from averaging import DILOCO, RULES, Trainee
@@ -67,8 +68,7 @@ def lives_in(world, *options):
     return world(SIZE).run(live, smaller, *options)
 
 
-@pytest.mark.parametrize("steps", [0, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "steps"), sweep.a_third_of(CASES, [0, 3, 4]))
 def test_a_newcomer_goes_on_from_what_all_have_in_common(world, monkeypatch, name, steps):
     """It comes before the first step, between two rounds, or in one, where it does not count."""
     monkeypatch.setattr("pycomm._training.outer._PIECE_BYTES", 1)  # a piece for every parameter

@@ -237,11 +237,11 @@ def resume(group, case, folder):
 @pytest.mark.parametrize(
     ("case", "shard", "ranks", "then"),
     [
-        (CASES[0], "optimizer", 3, (2, 3)),
+        pytest.param(CASES[0], "optimizer", 3, (2, 3), marks=pytest.mark.slow),
         (CASES[1], "gradients", 2, (1, 2)),
         (CASES[2], "optimizer", 1, (1, 4)),
-        (CASES[3], "gradients", 4, (3,)),
-        (CASES[4], "optimizer", 4, (4, 1)),
+        pytest.param(CASES[3], "gradients", 4, (3,), marks=pytest.mark.slow),
+        pytest.param(CASES[4], "optimizer", 4, (4, 1), marks=pytest.mark.slow),
         (CASES[5], None, 2, (3,)),
     ],
     ids=str,

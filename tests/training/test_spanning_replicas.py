@@ -15,18 +15,23 @@ from pycomm import optim
 from pycomm._training.spanning_replicas import SpanningReplicas
 
 
+def long(*values):
+    """A moment at which ranks die in other quick tests, too."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("moment", "options"),
     [
         ("backward", {"max_norm": 0.1}),
         ("copying", {"states": "8bit"}),
-        ("publishing", {"bucket_cap_mb": 0.01}),
-        ("publishing", {"bucket_cap_mb": 0.01, "shard": "gradients", **REMAINDER}),
+        long("publishing", {"bucket_cap_mb": 0.01}),
+        long("publishing", {"bucket_cap_mb": 0.01, "shard": "gradients", **REMAINDER}),
         ("updated", {"states": "8bit", "max_norm": 0.1, "shard": "gradients"}),
-        ("sending", REMAINDER),
-        ("sent", MASTER),
-        ("decided", {"shard": "gradients"}),
-        ("decided", {"states": "8bit", **REMAINDER}),
+        long("sending", REMAINDER),
+        long("sent", MASTER),
+        long("decided", {"shard": "gradients"}),
+        long("decided", {"states": "8bit", **REMAINDER}),
     ],
 )
 def test_a_rank_is_killed(moment, options):
@@ -64,8 +69,8 @@ def test_ranks_are_killed_one_after_the_other():
     ("nodes", "moment", "options"),
     [
         ([1, 1, 1, 1], "restoring", {"states": "8bit"}),
-        ([1, 1, 1, 1], "moving", {"publish": pycomm.Cast(), **MASTER}),
-        ([2, 2], "restoring", REMAINDER),
+        long([1, 1, 1, 1], "moving", {"publish": pycomm.Cast(), **MASTER}),
+        long([2, 2], "restoring", REMAINDER),
         ([2, 2], "moving", {"shard": "gradients", **REMAINDER}),
     ],
 )
@@ -78,7 +83,7 @@ def test_another_rank_is_killed_while_the_others_regroup(nodes, moment, options)
     ("publish", "options"),
     [(pycomm.Int8(), {}), (pycomm.Cast(), MASTER), (pycomm.Int8(), REMAINDER)],
 )
-@pytest.mark.parametrize("moment", ["publishing", "decided"])
+@pytest.mark.parametrize("moment", ["publishing", long("decided")])
 def test_what_published_changes_have_lost_is_dropped(moment, publish, options):
     """As it is by those who load a checkpoint."""
     options = {"publish": publish, "bucket_cap_mb": 0.01, **options}

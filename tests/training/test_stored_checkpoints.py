@@ -59,8 +59,7 @@ def test_an_optimizer_goes_on_in_every_place(rule, place):
         goes_on(place, case(rule, form), record, is_large(form))
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", IN_PLACES)
+@pytest.mark.parametrize(("name", "place"), sweep.a_third_of(IN_PLACES, PLACES))
 def test_gathered_states_go_on_in_every_place(name, place):
     goes_on(place, IN_PLACES[name], read(name), is_large(name))
 
