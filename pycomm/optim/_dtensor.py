@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pycomm import _C
+from pycomm._inputs import host
 from pycomm._inputs.tensors import local
 from pycomm._runtime.torch_private import local_tensor
 from pycomm.optim import _options, _storage
@@ -336,11 +337,11 @@ def adapt(params: Iterable[torch.Tensor], steps: Mapping[int, RowStep], control:
             divided.setdefault(division, []).append(id(param))
     for division, members in divided.items():
         adapts = [number in steps and steps[number].settings.adapt for number in members]
-        own = torch.zeros(len(members), 2, dtype=torch.float64)
+        own = host.zeros(len(members), 2, dtype=torch.float64)
         for number, sums, adapting in zip(members, own, adapts, strict=True):
             if adapting:
                 found = _C.optimizer_lamb_sums(*steps[number], *control)
-                sums.copy_(torch.tensor(found[0], dtype=torch.float64))
+                sums.copy_(host.tensor(found[0], dtype=torch.float64))
         for number, sums, adapting in zip(members, division.total(own), adapts, strict=True):
             if adapting:
                 settings = steps[number].settings
