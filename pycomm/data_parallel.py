@@ -221,8 +221,18 @@ class DataParallel(Wrapping):
 
         All ranks must call this. It also averages the gradients of backwards in :meth:`no_sync`.
         Without `shard`, other backwards have averaged theirs already.
+
+        Raises:
+            RuntimeError: inside of :meth:`join`, the last backward was in :meth:`no_sync`.
         """
-        self._exchange.reduce()
+        if self._joined_steps is None:
+            self._exchange.reduce()
+        elif self._exchange.has_local:
+            raise RuntimeError(
+                "reduce_gradients() inside of join() must come after a backward outside of "
+                "no_sync(), because ranks without batches take part in the exchanges of backwards "
+                "only"
+            )
 
     def sync_buffers(self) -> None:
         """Sends rank 0's buffers to all ranks, such as the statistics of batch normalisation.

@@ -59,6 +59,7 @@ class GradientExchange:
         parameters: the parameters, in the order of the buckets.
         members: the same parameters, with a check that they are still this module's.
         promise: tells whether an exchange is still to come.
+        has_local: True if gradients have come that no exchange has averaged since.
         weighing: the ranks' weights in the next exchange, if they differ.
         shards: the division of the parameters, if they are divided.
     """
@@ -100,7 +101,7 @@ class GradientExchange:
         self._repeated: set[int] = set()  # ids of parameters that come several times in a backward
         self._had_backward = False  # a complete one, after which repeated parameters are known
         self._in_backward = False
-        self._has_local = False  # True if gradients have come that no exchange has averaged since
+        self.has_local = False
         self._next = 0  # bucket to be exchanged
         # Parameters that only a step changes, with their versions when the backward began.
         embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
@@ -171,7 +172,7 @@ class GradientExchange:
         """Makes all gradients whole averages, also those of backwards without an exchange."""
         group = self._state.gradient_group
         self.catch_up()
-        if group is not None and self.promise.ask(group, announces=self._has_local):
+        if group is not None and self.promise.ask(group, announces=self.has_local):
             learned = self._ready, self._had_backward
             self._ready = self.weighing = None
             self._reset()
@@ -222,7 +223,7 @@ class GradientExchange:
 
     def keep_local(self, parameter: torch.Tensor) -> None:
         """Handles a gradient of a backward without an exchange."""
-        self._has_local = True
+        self.has_local = True
         if self.shards is not None:
             self.shards.forget_dropped(parameter)
             if self._group.size > 1:
@@ -325,7 +326,7 @@ class GradientExchange:
             if isinstance(self._state, CommState):
                 self._state.note_failure()
             raise
-        self._in_backward = self._has_local = False
+        self._in_backward = self.has_local = False
         self.promise.settle(dropped=bool(errors.raised))
         unannounced.forget(self.parameters)
         if why := errors.explain(self._group, self._moved() if errors.moved else ()):

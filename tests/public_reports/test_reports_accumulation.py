@@ -308,3 +308,21 @@ def test_averages_that_are_added_up_elsewhere(world, compression):
         torch.testing.assert_close(used + waiting, mine, rtol=0, atol=1e-5)
 
     world(2).run(body)
+
+
+def test_reading_gradients_inside_of_join(world):
+    """Ranks without batches answer to backwards only, so that reading must not communicate."""
+
+    def body(group):
+        model = habits.wrap(network(), group, "plain")
+        with model.join():
+            for step in range(1 + group.rank):
+                model.zero_grad()
+                loss_of(model, group.rank, step).backward()
+                model.reduce_gradients()
+        with model.join(), model.no_sync():
+            loss_of(model, group.rank, 0).backward()
+            with pytest.raises(RuntimeError, match=r"outside of no_sync\(\)"):
+                model.reduce_gradients()
+
+    world(2).run(body)
