@@ -19,10 +19,12 @@ from pycomm._inputs.tensors import (
     check_tensor,
     check_written,
 )
+from pycomm._short_way import short_way_first
 from pycomm._work import launch
 from pycomm.group import Group
 
 
+@short_way_first
 def gather(
     tensor: Any,
     gather_list: Any | None = None,
@@ -74,6 +76,7 @@ def gather(
     return work if async_op else gather_list
 
 
+@short_way_first
 def scatter(
     tensor: Any,
     scatter_list: Any | None = None,
@@ -125,6 +128,7 @@ def scatter(
     return work if async_op else tensor
 
 
+@short_way_first
 def all_to_all(
     output: Any,
     input: Any,  # noqa: A002 - torch.distributed's name

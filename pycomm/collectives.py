@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from pycomm import _C, _init
 from pycomm._blocks import Side, is_list, launch_blocks, listed
 from pycomm._given import given_group
-from pycomm._inputs.arguments import TORCH_OPS, check_rank, reduction
+from pycomm._inputs.arguments import check_rank, reduction
 from pycomm._inputs.arrays import as_tensor
 from pycomm._inputs.dtypes import (
     ALGORITHMS,
@@ -31,31 +28,14 @@ from pycomm._inputs.tensors import (
 )
 from pycomm._runtime import ranges
 from pycomm._runtime.log import DEBUG, all_reduce_called
-from pycomm._runtime.torch_module import tensor_reader
+from pycomm._short_way import short_way_first
 from pycomm._spanning.collectives import launch
 from pycomm._work import Work
 from pycomm.group import Group
 from pycomm.recovery import Preserved
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-def _short_way_first(function: _Function) -> _Function:
-    """A function in C that runs the common calls of all_reduce itself, and `function` for the rest.
-
-    For `inspect` and `help`, it has the signature of `function`, without annotations.
-    """
-    if DEBUG:  # calls are logged
-        return function
-    signature = inspect.signature(function)
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    text = signature.replace(parameters=bare, return_annotation=signature.empty)
-    doc = f"{function.__name__}{text}\n--\n\n{function.__doc__}"
-    ops = OPS | {torchs: OPS[name] for name, torchs in TORCH_OPS.items()}
-    return _C.short_way_first(function, Group, vars(_init), ops, ALGORITHMS, doc, tensor_reader)
-
-
-@_short_way_first
+@short_way_first
 def all_reduce(
     tensor: Any,
     op: str = "sum",
@@ -128,6 +108,7 @@ def all_reduce(
     return work if async_op else given
 
 
+@short_way_first
 def reduce(
     tensor: Any,
     dst: int = 0,
@@ -164,6 +145,7 @@ def reduce(
     return work if async_op else tensor
 
 
+@short_way_first
 def reduce_scatter(
     output: Any,
     input: Any,  # noqa: A002 - torch.distributed's name
@@ -208,6 +190,7 @@ def reduce_scatter(
     return work if async_op else output
 
 
+@short_way_first
 def all_gather(
     output: Any,
     input: Any,  # noqa: A002 - torch.distributed's name
@@ -247,6 +230,7 @@ def all_gather(
     return work if async_op else output
 
 
+@short_way_first
 def broadcast(
     tensor: Any,
     src: int = 0,
@@ -282,6 +266,7 @@ def broadcast(
     return work if async_op else tensor
 
 
+@short_way_first
 def barrier(
     *, group: Group | None = None, async_op: bool = False, tag: int | str | None = None
 ) -> Work | None:

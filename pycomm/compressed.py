@@ -30,6 +30,7 @@ from pycomm._inputs.tensors import (
 from pycomm._runtime.log import DEBUG, all_reduce_called
 from pycomm._runtime.ranges import named
 from pycomm._runtime.staging import StandIn, fetch
+from pycomm._short_way import short_way_first
 from pycomm._spanning.between import check_two_shot
 from pycomm._spanning.call import CodedCall
 from pycomm._spanning.coded import all_reduce
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _OPS = ("avg", "sum")
 
 
+@short_way_first
 def compressed_all_reduce(
     tensor: Any,
     compression: Compression | None = None,
@@ -178,6 +180,7 @@ def compressed_all_reduce(
     return work if async_op else tensor if out is None else out
 
 
+@short_way_first
 def compressed_reduce_scatter(
     output: Any,
     input: Any,  # noqa: A002 - torch.distributed's name

@@ -7,6 +7,7 @@ into an all-reduce; :meth:`Compression.encode` and :meth:`Compression.decode` ru
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -34,6 +35,12 @@ VALUES = {
     **{dtype: DTYPES[dtype] for dtype in COMPRESSIBLE},
     torch.int8: DTYPES[torch.uint8],
 }
+
+
+@functools.cache
+def _codec(kind: str, values: int = 0, stochastic: bool = False, block: int = 0) -> _C.Codec:
+    """A codec that is the same for all tensors; made once."""
+    return _C.Codec(CODECS[kind], values, stochastic, block)
 
 
 class Compression(ABC):
@@ -174,7 +181,7 @@ class Cast(Compression):
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
         """See :meth:`Compression.codec`."""
-        return _C.Codec(CODECS["cast"], values=DTYPES[self.dtype])
+        return _codec("cast", DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,7 @@ class Identity(Compression):
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
         """See :meth:`Compression.codec`."""
-        return _C.Codec(CODECS["cast"], values=DTYPES[dtype])
+        return _codec("cast", DTYPES[dtype])
 
 
 @dataclass(frozen=True)
@@ -220,7 +227,7 @@ class Int8(Compression):
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
         """See :meth:`Compression.codec`."""
-        return _C.Codec(CODECS["int8"], stochastic=self.rounding == "stochastic", block=self.block)
+        return _codec("int8", 0, self.rounding == "stochastic", self.block)
 
 
 @dataclass(frozen=True)

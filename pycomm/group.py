@@ -90,7 +90,7 @@ class Group(Elastic):
         if len(nodes.ranks) > 1:
             self._core.span(nodes.ranks, nodes.here, link, timeout)
         self._handle = self._core.handle
-        # The handle for the short way of all_reduce; None while a trace runs.
+        # The handle for the short way of collectives; None while a trace runs.
         self._short_way: object = self._handle
         self._tags = itertools.cycle(range(1, 1 << 16))
         self._told: set[str] = set()  # messages that are logged once

@@ -1,6 +1,6 @@
-// The short way of the most frequent call, an in-place all-reduce of an ordinary tensor: one C function
-// that takes the arguments as Python passes them. What it does not know, it leaves to the function in
-// Python, which checks everything.
+// The short way of the collectives: C functions that take the arguments as Python passes them, check
+// them, and run the usual calls. What they do not know, they leave to the functions in Python, which
+// check everything.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,9 +9,9 @@
 
 namespace pycomm::bind {
 
-// Adds `short_way_first` to the module, which makes that function. It runs calls itself if the tensor is
-// a dense, contiguous CPU tensor of a supported type and of torch's own class that needs no gradient,
-// and the other arguments are in order and ask for nothing but an operation on it.
+// Adds `short_way_first` to the module, which makes these functions. They run calls whose tensors are
+// dense, contiguous CPU tensors of supported types and of torch's own class that need no gradient,
+// if the other arguments are in order and ask for nothing else.
 void bind_fast_call(pybind11::module_& m);
 
 // The handle of a group; valid as long as the group exists.

@@ -2,6 +2,7 @@
 
 #include <ATen/DLConvertor.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -11,11 +12,18 @@
 namespace pycomm::c10d {
 namespace {
 
+// With a profiler, the call goes through Python and becomes a range (pycomm/_runtime/ranges.py).
+bool watched() {
+  return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value() ||
+         c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Python);
+}
+
 bool view(PyObject* object, void* view) {
-  // With a profiler, the call goes through Python and becomes a range (pycomm/_runtime/ranges.py).
-  if (at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) return false;
   const at::Tensor& tensor = THPVariable_Unpack(object);
-  if (tensor.requires_grad() || tensor.is_neg()) return false;
+  // Nearly all tensors that autograd knows nothing about have no such record.
+  const bool known = tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr;
+  if (known && (tensor.requires_grad() || tensor._fw_grad(0).defined())) return false;
+  if (tensor.is_neg()) return false;
   try {
     at::toDLPackNonOwning(tensor, static_cast<DLTensor*>(view));
     return true;
@@ -35,7 +43,7 @@ bool increment_version(PyObject* object) {
   }
 }
 
-constexpr TensorReader kReader{view, increment_version};
+constexpr TensorReader kReader{watched, view, increment_version};
 
 }  // namespace
 

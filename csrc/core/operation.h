@@ -72,15 +72,15 @@ constexpr std::int64_t units_of(const Operation& operation) {
   return row.units * size_of(row.dtype) / size_of(operation.dtype);
 }
 
-// The caller's operation, on `operation.count` elements of its type, as executors carry it. Throws
-// std::invalid_argument if the element type has no such reduction.
-inline Operation carried(Operation operation, Element element) {
-  if (element == Element::same) return operation;
+// Makes of the caller's operation, on `operation.count` elements of its type, the one that executors
+// carry. Throws std::invalid_argument if the element type has no such reduction.
+inline void carry(Operation& operation, Element element) {
+  if (element == Element::same) return;
   const ElementRow& row = row_of(element);
   const bool own = row.arithmetic <= Arithmetic::integer;
   if (own && !is_bitwise(operation.op)) {  // nearly all calls
     operation.dtype = row.dtype;
-    return operation;
+    return;
   }
   const Carrier carrier =
       reduces(operation.collective) ? check_reduced_as(element, operation.op) : moved_as(element);
@@ -88,6 +88,10 @@ inline Operation carried(Operation operation, Element element) {
   operation.op = carrier.op;
   operation.count *= carrier.units;
   operation.element = own && carrier.dtype == row.dtype ? Element::same : element;
+}
+
+inline Operation carried(Operation operation, Element element) {
+  carry(operation, element);
   return operation;
 }
 

@@ -7,9 +7,11 @@ struct _object;  // PyObject
 namespace pycomm {
 
 struct TensorReader {
+  // True if a profiler or a dispatch mode of torch wants to see what this thread calls.
+  bool (*watched)();
   // Fills `view`, a DLTensor of DLPack. `tensor` is of the class torch.Tensor itself. False without an
-  // error if it requires grad, is a negated view, or has no memory that DLPack can tell of, or if a
-  // profiler runs.
+  // error if it requires grad, carries a tangent, is a negated view, or has no memory that DLPack can
+  // tell of.
   bool (*view)(_object* tensor, void* view);
   // Tells autograd, which may have saved the tensor, that its content changes. False with an error if
   // that is not allowed.

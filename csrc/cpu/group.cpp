@@ -1,13 +1,13 @@
 #include "cpu/group.h"
 
 #include <cstring>
-#include <optional>
 #include <system_error>
 
 #include "core/algorithms/run.h"
 #include "core/algorithms/select.h"
 #include "core/codecs/cast.h"
 #include "cpu/fork.h"
+#include "cpu/huge_pages.h"
 #include "cpu/own_body.h"
 #include "cpu/threads.h"
 #include "cpu/waiting.h"
@@ -188,17 +188,18 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   Operation operation = call.operation;
   operation.algorithm = resolve(operation, size_, internode_ != nullptr);
   const Details* details = &call.details;
-  std::optional<Details> all;
   const bool compresses = operation.codec.kind != CodecKind::none && !agree_only;
   const bool in_blocks = call.inputs || call.outputs;
   if (compresses || in_blocks) {
-    details = &all.emplace(details_of(call, size_));
+    all_details_ = details_of(call, size_);
+    details = &all_details_;
     const float* const scale = call.feedback.scale;
-    if (scale != nullptr && call.feedback.residual != nullptr) all->scale = *scale;
+    if (scale != nullptr && call.feedback.residual != nullptr) all_details_.scale = *scale;
   }
   if (!agree_only) operation.details = hash_of(*details);
   comm_.set_details(details);
   comm_.set_timeout(call.timeout);
+  if (call.output != call.input && !agree_only) prepare_output_of(operation, call);
   try {
     bool nonfinite = false;
     if (call.body != nullptr) {
@@ -232,6 +233,13 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
     fail(comm_.with_report(told.rank == rank_ ? told.because(error.what()) : told));
     throw;
   }
+}
+
+[[gnu::noinline]] void Group::prepare_output_of(const Operation& operation, const Call& call) {
+  if (call.output == nullptr || call.outputs || call.body != nullptr) return;
+  const auto address = reinterpret_cast<std::uintptr_t>(call.output);
+  if (offset_of(address) != kNotInWindow) return;
+  prepare_output(call.output, output_bytes(operation, size_, rank_));
 }
 
 // After a failure: returns when no rank uses the caller's memory any more.

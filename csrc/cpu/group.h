@@ -221,6 +221,7 @@ class Group {
   void wait_until_idle(void (*interrupt)());
   bool execute(const Task& task, void (*interrupt)(), std::int64_t* moved = nullptr);
   bool execute(const Call& call, bool agree_only, void (*interrupt)());
+  void prepare_output_of(const Operation& operation, const Call& call);
   void retreat(const Call& call);
   void run_plain(const Operation& operation, const Call& call, bool agree_only,
                  void (*interrupt)());
@@ -242,6 +243,7 @@ class Group {
   std::unique_ptr<TopkWorkspace> topk_;        // created at the first use
   std::unique_ptr<InternodeGroup> internode_;  // if the group spans nodes
   OperationLock running_;
+  Details all_details_;  // of the operation that runs, if it has more than its call says
   std::atomic<bool> shrunk_{false};
   std::atomic<bool> stops_shrinking_{false};  // set by abort() and close()
   std::uint64_t decisions_ = 0;

@@ -1,13 +1,18 @@
 // Pages of 2 MiB for large arrays, if the system grants them on request (Linux's
 // transparent_hugepage setting "madvise"). Sequential reads are then a third faster: the
-// processor's prefetching stops at the end of each page, and fewer pages miss the TLB.
+// processor's prefetching stops at the end of each page, and fewer pages miss the TLB. All of this is
+// advice, and never fails.
 #pragma once
 
 #include <cstdint>
 
 namespace pycomm::cpu {
 
-// Call it before the memory is first touched. Never fails, because it is only advice.
+// Call it before the memory is first touched.
 void advise_huge_pages(void* data, std::int64_t bytes);
+
+// Makes writing a large output faster whose pages do not exist yet, because it has just been allocated:
+// otherwise the system makes and clears them one at a time. The whole output will be written.
+void prepare_output(void* data, std::int64_t bytes);
 
 }  // namespace pycomm::cpu

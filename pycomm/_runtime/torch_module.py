@@ -21,7 +21,7 @@ def _installed() -> Any:
 
 
 _module = _installed()
-# Reads tensors for the short way of all_reduce.
+# Reads tensors for the short way of collectives.
 tensor_reader: Any = getattr(_module, "tensor_reader", None)
 # take_memory(taker, giver): the taker, and all tensors that share its memory, get the giver's.
 take_memory: Any = getattr(_module, "take_memory", None)

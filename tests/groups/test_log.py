@@ -168,7 +168,8 @@ def test_what_operations_do(world, said, caplog, monkeypatch):
     """Once for each kind; and that tensors are staged, once for each group."""
     for module in (collectives, compressed):
         monkeypatch.setattr(module, "DEBUG", True)
-    monkeypatch.setattr(pycomm, "all_reduce", helpers.whole_way())
+    for name in ("all_reduce", "compressed_all_reduce"):
+        monkeypatch.setattr(pycomm, name, helpers.whole_way(name))
     world(2).run(operate)
     messages = [record.getMessage() for record in caplog.records]
     assert len([line for line in messages if "are staged" in line]) == 2

@@ -126,7 +126,7 @@ PYTHON_LAYERS = [
     {"_connecting", "local_world", "_work"},
     {"_init"},
     {"_given", "backend"},
-    {"_blocks", "_spanning", "p2p"},
+    {"_blocks", "_short_way", "_spanning", "p2p"},
     {"recovery"},
     {"collectives", "block_collectives", "_coded_call"},
     {

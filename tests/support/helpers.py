@@ -219,10 +219,10 @@ def data_begin(size: int) -> int:
 
 
 @functools.cache
-def whole_way() -> Callable[..., Any]:
-    """The all_reduce in Python, which calls do not reach if they can go the short way."""
+def whole_way(name: str = "all_reduce") -> Callable[..., Any]:
+    """A collective's function in Python, which calls do not reach if they can go the short way."""
+    module = getattr(pycomm, name).__module__
     objects = (found for found in gc.get_objects() if type(found) is types.FunctionType)
-    module, name = "pycomm.collectives", "all_reduce"
     return next(f for f in objects if (f.__module__, f.__qualname__) == (module, name))
 
 

@@ -1,0 +1,137 @@
+#include "bind/dense_tensor.h"
+
+#include <ATen/dlpack.h>
+
+#include "bind/dtypes.h"
+#include "core/tensor_reader.h"
+
+namespace py = pybind11;
+
+namespace pycomm::bind {
+namespace {
+
+static_assert(kInt == kDLInt && kUInt == kDLUInt && kFloat == kDLFloat && kBFloat == kDLBfloat &&
+              kBool == kDLBool);
+
+struct Torch {
+  PyTypeObject* tensor_type = nullptr;
+  const DLPackExchangeAPI* exchange = nullptr;  // null if this torch has none
+  PyObject* requires_grad = nullptr;
+  PyObject* is_neg = nullptr;
+  PyObject* increment_version = nullptr;
+  PyObject* count_modes = nullptr;
+  PyObject* profiler = nullptr;    // a module
+  PyObject* forward_ad = nullptr;  // another
+};
+
+const Torch& torch() {
+  // Leaked, because it must outlive the interpreter's other objects.
+  static const Torch* const found = [] {
+    auto* torch = new Torch;
+    const auto import = [](const char* name) { return py::module_::import(name); };
+    const py::object type = import("torch").attr("Tensor");
+    torch->tensor_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
+    torch->requires_grad = PyUnicode_InternFromString("requires_grad");
+    torch->is_neg = PyUnicode_InternFromString("is_neg");
+    torch->increment_version =
+        py::object(import("torch._C").attr("_increment_version")).release().ptr();
+    torch->count_modes =
+        py::object(import("torch._C").attr("_len_torch_dispatch_stack")).release().ptr();
+    torch->profiler = import("torch.autograd.profiler").release().ptr();
+    torch->forward_ad = import("torch.autograd.forward_ad").release().ptr();
+    const py::object capsule = py::getattr(type, "__dlpack_c_exchange_api__", py::none());
+    if (!capsule.is_none()) {
+      const auto* api = static_cast<const DLPackExchangeAPI*>(
+          PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+      if (api == nullptr) PyErr_Clear();
+      if (api != nullptr && api->header.version.major == DLPACK_MAJOR_VERSION)
+        torch->exchange = api;
+    }
+    return torch;
+  }();
+  return *found;
+}
+
+// True if `answer` is False. Takes ownership of `answer`.
+bool is_false(PyObject* answer) {
+  if (answer == nullptr) PyErr_Clear();
+  const bool plain = answer == Py_False;
+  Py_XDECREF(answer);
+  return plain;
+}
+
+// True if `answer` is this number. Takes ownership of `answer`.
+bool is_number(PyObject* answer, long number) {
+  const bool same = answer != nullptr && PyLong_AsLong(answer) == number;
+  PyErr_Clear();
+  Py_XDECREF(answer);
+  return same;
+}
+
+// The functions of TensorReader for any torch.
+bool watched_by_python() {
+  const Torch& known = torch();
+  return !is_false(PyObject_GetAttrString(known.profiler, "_is_profiler_enabled")) ||
+         !is_number(PyObject_CallNoArgs(known.count_modes), 0);
+}
+
+bool view_by_dlpack(PyObject* object, void* view) {
+  const Torch& known = torch();
+  if (known.exchange == nullptr || known.exchange->dltensor_from_py_object_no_sync == nullptr ||
+      known.exchange->dltensor_from_py_object_no_sync(object, static_cast<DLTensor*>(view)) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  return is_false(PyObject_GetAttr(object, known.requires_grad)) &&
+         is_number(PyObject_GetAttrString(known.forward_ad, "_current_level"), -1) &&
+         is_false(PyObject_CallMethodNoArgs(object, known.is_neg));
+}
+
+bool increment_version_by_python(PyObject* tensor) {
+  const py::object tensors = py::reinterpret_steal<py::object>(PyTuple_Pack(1, tensor));
+  if (!tensors) return false;
+  PyObject* const none = PyObject_CallOneArg(torch().increment_version, tensors.ptr());
+  Py_XDECREF(none);
+  return none != nullptr;
+}
+
+TensorReader reader{watched_by_python, view_by_dlpack, increment_version_by_python};
+
+}  // namespace
+
+void set_tensor_reader(const py::object& capsule) {
+  if (capsule.is_none()) return;
+  const void* const compiled = PyCapsule_GetPointer(capsule.ptr(), kTensorReaderName);
+  if (compiled == nullptr) throw py::error_already_set();
+  reader = *static_cast<const TensorReader*>(compiled);
+}
+
+bool calls_are_watched() { return reader.watched(); }
+
+bool view_dense_tensor(PyObject* object, DenseTensor& view) {
+  DLTensor tensor;
+  if (Py_TYPE(object) != torch().tensor_type || !reader.view(object, &tensor)) return false;
+  const std::optional<Element> element =
+      element_of(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
+  if (tensor.device.device_type != kDLCPU || !element) return false;
+
+  view.element = *element;
+  view.dims = tensor.ndim;
+  view.shape = tensor.shape;
+  view.count = 1;
+  bool contiguous = true;
+  for (int d = tensor.ndim - 1; d >= 0; --d) {
+    if (tensor.strides != nullptr && tensor.shape[d] != 1) {
+      contiguous = contiguous && tensor.strides[d] == view.count;
+    }
+    view.count *= tensor.shape[d];
+  }
+  if (!contiguous && view.count != 0) return false;
+  if (tensor.data == nullptr && view.count != 0) return false;
+  view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  return true;
+}
+
+bool increment_version(PyObject* tensor) { return reader.increment_version(tensor); }
+
+}  // namespace pycomm::bind

@@ -1,0 +1,42 @@
+"""The short way of collectives: functions in C run the usual calls (csrc/bind/fast_call.h)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pycomm import _C, _init
+from pycomm._inputs.arguments import TORCH_OPS
+from pycomm._inputs.dtypes import ALGORITHMS, OPS
+from pycomm._runtime.log import DEBUG
+from pycomm._runtime.torch_module import tensor_reader
+from pycomm._work import Work
+from pycomm.compression import Cast, Identity, Int8, TopK
+from pycomm.group import Group
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_C.set_up_short_way(
+    Group,
+    vars(_init),
+    OPS | {torchs: OPS[name] for name, torchs in TORCH_OPS.items()},
+    ALGORITHMS,
+    Work,
+    (Cast, Identity, Int8, TopK),
+    tensor_reader,
+)
+
+
+def short_way_first(function: _Function) -> _Function:
+    """A function in C that runs the usual calls of `function` itself, and `function` for the rest.
+
+    For `inspect` and `help`, it has the signature of `function`, without annotations.
+    """
+    if DEBUG:  # calls are logged
+        return function
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    text = signature.replace(parameters=bare, return_annotation=signature.empty)
+    doc = f"{function.__name__}{text}\n--\n\n{function.__doc__}"
+    return _C.short_way_first(function, doc)
