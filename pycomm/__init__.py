@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
-from pycomm import backend, compressed_ops, exporters, hooks, ops, optim
+from pycomm import backend, exporters, hooks, ops, optim
 from pycomm._init import default_group, init, join, set_default_group
-from pycomm._names import parse_compression
 from pycomm._retired import missing_attribute
-from pycomm._runtime import forks  # noqa: F401 - what it registers
+from pycomm._runtime import lifetime  # noqa: F401 - what it registers
 from pycomm._runtime.plan import Plan
 from pycomm._work import Work
 from pycomm.batches import even_batches
@@ -31,7 +30,7 @@ from pycomm.collectives import (
     reduce_scatter,
 )
 from pycomm.compressed import compressed_all_reduce, compressed_reduce_scatter
-from pycomm.compression import Cast, Compression, Identity, Int8, TopK
+from pycomm.compression import Cast, Compression, Identity, Int8, TopK, parse_compression
 from pycomm.data_parallel import DataParallel
 from pycomm.errors import (
     Aborted,
@@ -98,7 +97,6 @@ __all__ = [
     "barrier",
     "broadcast",
     "compressed_all_reduce",
-    "compressed_ops",
     "compressed_reduce_scatter",
     "default_group",
     "even_batches",

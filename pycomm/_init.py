@@ -15,31 +15,36 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pycomm._connecting import connect_nodes
-from pycomm._inputs.arguments import (
+from pycomm._inputs import (
+    check_choice,
     check_is_rank,
     check_process_group,
     not_set_up,
     process_group_of,
     seconds,
 )
-from pycomm._inputs.dtypes import check_choice
+from pycomm._nccl.connect import connect_nodes
+from pycomm._nccl.process_groups import has_nccl, subgroup_of
 from pycomm._retired import refuse_retired
 from pycomm._runtime import log, rendezvous
-from pycomm._runtime.carriers import has_nccl, subgroup_of
-from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, join_processes
-from pycomm._runtime.door import Address, read_addresses
-from pycomm._runtime.elastic import when_replaced
-from pycomm._runtime.growth import Growth, enter
+from pycomm._runtime.cuda import DEFAULT_MAX_BLOCKS, join_processes
+from pycomm._runtime.grow import Address, Growth, enter, read_addresses
 from pycomm._runtime.torch_private import store_of
 from pycomm.errors import CollectiveError
-from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group, _open_groups, make_group
+from pycomm.group import (
+    DEFAULT_STAGING_BYTES,
+    DEFAULT_TIMEOUT,
+    Group,
+    _open_groups,
+    make_group,
+    when_replaced,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pycomm._runtime.rendezvous import Membership
-    from pycomm._runtime.span import Span
+    from pycomm._nccl.process_groups import InternodeProcessGroups
+    from pycomm._runtime.rendezvous import RendezvousResult
 
 TRANSPORTS = {"auto": 0, "gloo": 1}
 
@@ -109,7 +114,7 @@ def init(
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("group must contain this process")
-    # Always the same prefix, so ranks that have tried unequally often still meet (see meet).
+    # Always the same prefix, so ranks that have tried unequally often still meet.
     prefix = f"pycomm/{process_group.group_name}"
     store = PrefixStore(prefix, store_of(process_group))
 
@@ -143,7 +148,7 @@ class _Options:
     max_blocks: int
 
 
-def _complete(members: Membership, ranks: Sequence[int], options: _Options) -> Group:
+def _complete(members: RendezvousResult, ranks: Sequence[int], options: _Options) -> Group:
     """Makes a group of ranks of the process group that know each other; a collective call."""
     rank = ranks.index(options.rank)
     try:
@@ -153,7 +158,7 @@ def _complete(members: Membership, ranks: Sequence[int], options: _Options) -> G
         raise
 
 
-def _make(members: Membership, rank: int, ranks: Sequence[int], options: _Options) -> Group:
+def _make(members: RendezvousResult, rank: int, ranks: Sequence[int], options: _Options) -> Group:
     staging_bytes = options.mine["settings"]["staging_bytes"]
     made = make_group(members, rank, options.timeout, staging_bytes)
     made.ranks = tuple(ranks)
@@ -173,7 +178,9 @@ def _make(members: Membership, rank: int, ranks: Sequence[int], options: _Option
     return made
 
 
-def _join_nodes(made: Group, members: Membership, options: _Options) -> Span | None:
+def _join_nodes(
+    made: Group, members: RendezvousResult, options: _Options
+) -> InternodeProcessGroups | None:
     """Connects the nodes over NCCL; a collective call.
 
     Returns:
@@ -226,7 +233,7 @@ def _let_grow(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Opt
     group._growth = Growth(everyone, terms, lambda members: _make_larger(members, rank, terms))
 
 
-def _make_larger(members: Membership, rank: int, terms: Mapping[str, Any]) -> Group:
+def _make_larger(members: RendezvousResult, rank: int, terms: Mapping[str, Any]) -> Group:
     """Makes a group that has grown; a collective call of its members and the newcomers."""
     mine = members.everyone[rank]
     options = _Options(None, rank, mine, terms["timeout"], terms["max_blocks"])
@@ -293,3 +300,21 @@ def set_default_group(group: Group | None) -> None:
     if not (group is None or isinstance(group, Group)):
         raise TypeError(f"group must be a pycomm.Group or None, got {group!r}")
     _default = group
+
+
+# The argument `group` of operations.
+
+
+def resolve_group(group: Group | None) -> Group:
+    """Returns the group, or the default group for None."""
+    check_group(group)
+    return group if group is not None else default_group()
+
+
+def check_group(group: object) -> None:
+    """Raises TypeError unless `group` is a pycomm.Group or None."""
+    if group is None or isinstance(group, Group):
+        return
+    torchs = isinstance(group, dist.ProcessGroup) or hasattr(group, "get_group")
+    hint = ": make one of it, once, with pycomm.init(group)" if torchs else ""
+    raise TypeError(f"group must be a pycomm.Group or None, got {group!r}{hint}")

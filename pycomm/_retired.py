@@ -16,6 +16,10 @@ _RETIRED = {
         "give each rank samples in proportion to those that it had over stats.ranks[rank].own"
     ),
     ("pycomm", "plot_step"): "open the file that pycomm.trace writes in https://ui.perfetto.dev",
+    (
+        "pycomm",
+        "compressed_ops",
+    ): "import pycomm registers the operators, and pycomm.ops lists them",
     ("init", 'transport="process_group"'): (
         'CUDA tensors take NCCL with "auto", and CPU tensors take Gloo in any case'
     ),

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pycomm import _C, _init
-from pycomm._inputs.arguments import TORCH_OPS
-from pycomm._inputs.dtypes import ALGORITHMS, OPS
+from pycomm._inputs import ALGORITHMS, OPS, TORCH_OPS
+from pycomm._runtime.c10d import tensor_reader
 from pycomm._runtime.log import DEBUG
-from pycomm._runtime.torch_module import tensor_reader
 from pycomm._work import Work
 from pycomm.compression import Cast, Identity, Int8, TopK
 from pycomm.group import Group

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
-from pycomm._inputs.dtypes import operation_of
-from pycomm._runtime import orphans, ranges
-from pycomm._runtime.staging import StandIn, fetch
+from pycomm._inputs import operation_of
+from pycomm._runtime import ranges
+from pycomm._runtime.cuda import HostMirror, fetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pycomm.group import Group
+
+# Keeps the tensors of running operations alive after the caller has dropped their handles.
+
+
+class Running(Protocol):
+    """An operation that uses the memory of tensors until it has completed."""
+
+    def completed(self) -> bool: ...
+
+
+_held: dict[int, tuple[Running, tuple[object, ...]]] = {}
+
+
+def keep_alive(operation: Running, tensors: tuple[object, ...]) -> None:
+    """Holds `tensors` until `operation` has completed."""
+    # Each step is atomic: other threads and the garbage collector may run in between.
+    _held[id(operation)] = (operation, tensors)
+    for key, (old, _) in list(_held.items()):
+        if old.completed():
+            _held.pop(key, None)
+
+
+# Running operations: launching them on tensors, and the handle of those under way.
 
 
 class Work:
@@ -89,7 +112,7 @@ class Work:
     def __del__(self) -> None:
         # The worker still uses the tensors' memory, so it must not be freed yet.
         if self._core is not None and not self._core.completed():
-            orphans.adopt(self._core, self._tensors)
+            keep_alive(self._core, self._tensors)
 
 
 @ranges.of_calls
@@ -151,9 +174,9 @@ def stand_ins(
     The function copies the result to `result` if it is not there already.
     """
     if group._stages(source.device):
-        given = StandIn(source)
+        given = HostMirror(source)
         fetch(given)
-        made = given if result is source else StandIn(result)
+        made = given if result is source else HostMirror(result)
         return given.host, made.host, made.put_back
     return dense_stand_ins(source, result)
 

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 import pycomm_backend
-from pycomm._inputs.arguments import seconds
-from pycomm._runtime import c10d_cache, gloo, log
+from pycomm._inputs import seconds
+from pycomm._runtime import c10d, internode, log
+from pycomm._runtime.failure_detector import monitored_barrier
 from pycomm._runtime.internode import Nodes
-from pycomm._runtime.monitored_barrier import monitored_barrier
-from pycomm._runtime.rendezvous import Membership, introduction, join
+from pycomm._runtime.rendezvous import RendezvousResult, introduction, join
 from pycomm._runtime.subgroup import Subgroup
 from pycomm._runtime.torch_private import correct_shrunk_groups
 from pycomm.errors import ArgumentError, CollectiveError, GroupUnusable, PeerDied
@@ -70,7 +70,7 @@ def create(options: Any) -> Any:
 @functools.cache
 def _c10d() -> Any:
     """The module with the backend, for the torch that runs."""
-    module = c10d_cache.load()
+    module = c10d.load()
     _open_groups.after_end(module.stop_completing)
     return module
 
@@ -83,7 +83,7 @@ class _World:
         made: how often a group of each name has been made.
     """
 
-    def __init__(self, members: Membership) -> None:
+    def __init__(self, members: RendezvousResult) -> None:
         self.members = members
         self.made: Counter[str] = Counter()
 
@@ -122,7 +122,7 @@ class _Ranks:
         self._timeout = timeout
         self._name = name
         self._told: set[str] = set()
-        self._members: Membership | None = None
+        self._members: RendezvousResult | None = None
         self._world: _World | None = None
         self._seats: list[int] = []  # these ranks in the default group
         self._is_default = False
@@ -134,7 +134,7 @@ class _Ranks:
         self._closed = False
         self._group: Group | None = None
         self._gloo: Any = None  # made when it is needed, with:
-        self._addresses: gloo.Addresses  # Gloo does not keep the object
+        self._addresses: internode.Addresses  # Gloo does not keep the object
         self._monitored_barriers = 0
 
     def meet(self, patience: float | None = None) -> None:
@@ -347,8 +347,8 @@ class _Ranks:
             self._told.add(what)
             log.backend_falls_back(self._name, self.rank, what)
         if self._gloo is None:
-            self._addresses = gloo.Addresses(PrefixStore("gloo", self._store), timeout)
-            self._gloo = gloo.connect_lazily(self._addresses, self.rank, self.size, timeout)
+            self._addresses = internode.Addresses(PrefixStore("gloo", self._store), timeout)
+            self._gloo = internode.connect_lazily(self._addresses, self.rank, self.size, timeout)
         return self._gloo
 
     def _end_gloo(self) -> None:
@@ -356,26 +356,28 @@ class _Ranks:
         if self._gloo is not None:
             self._addresses.end()
             others = [rank for rank in range(self.size) if rank != self.rank]
-            gloo.disconnect(self._gloo, others, gloo.interfaces())
+            internode.disconnect(self._gloo, others, internode.interfaces())
 
     def monitored_barrier(self, timeout: float, wait_all_ranks: bool) -> None:
-        """As :func:`pycomm._runtime.monitored_barrier.monitored_barrier`."""
+        """As :func:`pycomm._runtime.failure_detector.monitored_barrier`."""
         self._monitored_barriers += 1
         store = PrefixStore(f"monitored_barrier/{self._monitored_barriers}", self._store)
         monitored_barrier(store, self.rank, self.size, timeout, wait_all_ranks)
 
 
-def _make_smaller(number: int, timeout: float, members: Membership, ranks: Sequence[int]) -> Group:
+def _make_smaller(
+    number: int, timeout: float, members: RendezvousResult, ranks: Sequence[int]
+) -> Group:
     """Makes the group that ranks of a larger one shrink to; `number` is this rank's there."""
     smaller = make_group(members, ranks.index(number), timeout)
     smaller.ranks = tuple(ranks)
     return smaller
 
 
-def _membership(group: Group, store: Store) -> Membership:
+def _membership(group: Group, store: Store) -> RendezvousResult:
     """That of a group that shrink() has made."""
     here = next(node for node, ranks in enumerate(group.nodes) if group.rank in ranks)
-    return Membership(
+    return RendezvousResult(
         nodes=Nodes(group.nodes, here),
         window=group._window,
         pids=list(group._pids),

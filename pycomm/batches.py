@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from pycomm._given import given_group
+from pycomm._init import resolve_group
 from pycomm.collectives import all_reduce
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def even_batches(
             and begun another one.
         Any error that this rank's loader raises, and the errors of :func:`pycomm.all_reduce`.
     """
-    return _even_batches(loader, given_group(group))
+    return _even_batches(loader, resolve_group(group))
 
 
 class _State(enum.IntEnum):

@@ -3,25 +3,159 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
+from torch.autograd.graph import increment_version
 
-from pycomm._blocks import Side, is_list, launch_blocks, listed, split
-from pycomm._given import given_group
-from pycomm._inputs.arguments import check_rank
-from pycomm._inputs.arrays import as_tensor
-from pycomm._inputs.labels import label_of
-from pycomm._inputs.tensors import (
+from pycomm import _C
+from pycomm._init import resolve_group
+from pycomm._inputs import (
+    as_tensor,
     check_blocks,
     check_disjoint,
+    check_rank,
     check_same_kind,
     check_tensor,
     check_written,
+    operation_of,
 )
+from pycomm._runtime import host, ranges
+from pycomm._runtime.log import label_of
 from pycomm._short_way import short_way_first
-from pycomm._work import launch
+from pycomm._work import Work, launch
 from pycomm.group import Group
+
+# Operations on tensors that have a block per rank, as a list or with blocks of different sizes.
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """What an operation reads or writes.
+
+    Attributes:
+        tensors: one tensor, or a tensor per rank.
+        listed: True if there is a tensor per rank.
+        counts: the number of elements in each rank's block; empty if all are equal.
+    """
+
+    tensors: list[torch.Tensor]
+    listed: bool = False
+    counts: tuple[int, ...] = ()
+
+    def place(self, dense: list[torch.Tensor]) -> tuple[int, _C.Blocks | None]:
+        """The address of the tensor, and its blocks if there is more to say about them."""
+        addresses = [tensor.data_ptr() for tensor in dense]
+        if self.listed:
+            return 0, _C.Blocks(addresses, self.counts)
+        return addresses[0], _C.Blocks([], self.counts) if self.counts else None
+
+
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    """True for a list of tensors, as opposed to a tensor or an array."""
+    return isinstance(value, (list, tuple))
+
+
+def listed(name: str, values: Sequence[Any], size: int, *, written: bool) -> BlockList:
+    """Converts and checks a list with a tensor per rank."""
+    if len(values) != size:
+        raise ValueError(f"{name} must have {size} tensors (the group's size), got {len(values)}")
+    tensors: list[torch.Tensor] = []
+    for index, value in enumerate(values):
+        which = f"{name}[{index}]"
+        tensor = as_tensor(which, value, written=written)
+        (check_written if written else check_tensor)(which, tensor)
+        if tensors:
+            check_same_kind(which, tensor, f"{name}[0]", tensors[0])
+        tensors.append(tensor)
+    return BlockList(tensors, True, tuple(tensor.numel() for tensor in tensors))
+
+
+def split(
+    name: str, value: Any, sizes: Sequence[int] | None, size: int, *, written: bool
+) -> BlockList:
+    """Converts and checks one side of an all-to-all whose blocks may have different sizes.
+
+    Args:
+        name: the argument's name.
+        value: a list with a tensor per rank, or a tensor.
+        sizes: how many of the tensor's first dimension belong to each rank; None: equally many.
+        size: the group's size.
+        written: the operation writes it.
+    """
+    if is_list(value):
+        if sizes is not None:
+            raise ValueError(f"{name} must be a tensor if its split sizes are given, got a list")
+        return listed(name, value, size, written=written)
+    tensor = as_tensor(name, value, written=written)
+    (check_written if written else check_tensor)(name, tensor)
+    rows = tensor.shape[0] if tensor.dim() > 0 else 1
+    if sizes is None:
+        if rows % size != 0:
+            raise ValueError(
+                f"{name} must have a first dimension that is a multiple of the group's size "
+                f"{size}, got {rows}: give split sizes"
+            )
+        sizes = [rows // size] * size
+    if len(sizes) != size or any(n < 0 for n in sizes) or sum(sizes) != rows:
+        raise ValueError(
+            f"split sizes of {name} must be {size} numbers from 0 that add up to its first "
+            f"dimension {rows}, got {list(sizes)}"
+        )
+    row = tensor.numel() // rows if rows > 0 else 0
+    return BlockList([tensor], False, tuple(n * row for n in sizes))
+
+
+@ranges.of_calls
+def launch_blocks(
+    group: Group,
+    collective: str,
+    source: BlockList,
+    result: BlockList,
+    shape: torch.Size | None = None,
+    op: str = "sum",
+    *,
+    label: str,
+    root: int = 0,
+    count: int = 0,
+    async_op: bool,
+) -> Any:
+    """Runs or submits an operation on contiguous stand-ins for all tensors.
+
+    `count` is the number of elements in a block, unless the sides have counts. Ranks compare
+    `label` and the shape of a block, unless blocks differ in size.
+    """
+    first = source.tensors[0]
+    if first.device.type != "cpu":
+        raise ValueError(
+            "lists of tensors and blocks of different sizes must lie on the CPU, got "
+            f"{first.device}: pass a tensor that has a block of equal size per rank"
+        )
+    check_same_kind("output", result.tensors[0], "input", first)
+    increment_version(result.tensors)
+    given = [tensor.detach().contiguous() for tensor in source.tensors]
+    made = [
+        tensor.detach() if tensor.is_contiguous() else host.empty(*tensor.shape, dtype=tensor.dtype)
+        for tensor in result.tensors
+    ]
+    operation = operation_of(collective, "two_shot", first.dtype, op, root)
+    (source_at, inputs), (result_at, outputs) = source.place(given), result.place(made)
+    call = _C.call_in_blocks(operation, count, source_at, result_at, inputs, outputs, shape, label)
+
+    def finish() -> None:
+        for tensor, dense in zip(result.tensors, made, strict=True):
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(dense)
+
+    if async_op:
+        return Work(group._core.submit_call(call), (call, given, made, result), finish)
+    group._core.run_call(call)
+    finish()
+    return None
+
+
+# The collectives that move a block per rank: gather, scatter and all-to-all.
 
 
 @short_way_first
@@ -49,7 +183,7 @@ def gather(
         `gather_list`, or a :class:`Work`. Raises the errors of :func:`all_reduce`; a group that
         spans nodes raises ValueError.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     check_rank("dst", dst, group.size)
     block = as_tensor("tensor", tensor, written=False)
     check_tensor("tensor", block)
@@ -60,7 +194,7 @@ def gather(
         side = listed("gather_list", gather_list, group.size, written=True)
         _check_equal("gather_list", side, block)
         work = launch_blocks(
-            group, "gather", Side([block]), Side(side.tensors, True), block.shape,
+            group, "gather", BlockList([block]), BlockList(side.tensors, True), block.shape,
             label=label_of(tag), root=dst, count=block.numel(), async_op=async_op,
         )  # fmt: skip
         return work if async_op else gather_list
@@ -101,7 +235,7 @@ def scatter(
         `tensor`, or a :class:`Work`. Raises the errors of :func:`all_reduce`; a group that spans
         nodes raises ValueError.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     check_rank("src", src, group.size)
     block = as_tensor("tensor", tensor, written=True)
     check_written("tensor", block)
@@ -112,7 +246,7 @@ def scatter(
         side = listed("scatter_list", scatter_list, group.size, written=False)
         _check_equal("scatter_list", side, block)
         work = launch_blocks(
-            group, "scatter", Side(side.tensors, True), Side([block]), block.shape,
+            group, "scatter", BlockList(side.tensors, True), BlockList([block]), block.shape,
             label=label_of(tag), root=src, count=block.numel(), async_op=async_op,
         )  # fmt: skip
         return work if async_op else tensor
@@ -160,7 +294,7 @@ def all_to_all(
         `output`, or a :class:`Work`. Raises the errors of :func:`all_reduce`; a group that spans
         nodes raises ValueError.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     label = label_of(tag)
     sizes = output_split_sizes is not None or input_split_sizes is not None
     if sizes or is_list(output) or is_list(input):
@@ -193,7 +327,7 @@ def _check_given(name: str, value: Any | None, on_root: bool) -> None:
         raise ValueError(f"{name} {expected}, got {type(value).__name__}")
 
 
-def _check_equal(name: str, side: Side, block: torch.Tensor) -> None:
+def _check_equal(name: str, side: BlockList, block: torch.Tensor) -> None:
     check_same_kind(f"{name}[0]", side.tensors[0], "tensor", block)
     for index, tensor in enumerate(side.tensors):
         if tensor.numel() != block.numel():

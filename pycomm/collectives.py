@@ -6,31 +6,29 @@ from typing import Any
 
 import torch
 
-from pycomm._blocks import Side, is_list, launch_blocks, listed
-from pycomm._given import given_group
-from pycomm._inputs.arguments import check_rank, reduction
-from pycomm._inputs.arrays import as_tensor
-from pycomm._inputs.dtypes import (
+from pycomm._init import resolve_group
+from pycomm._inputs import (
     ALGORITHMS,
     FIXED_ORDER,
     OPS,
-    check_choice,
-    operation_of,
-)
-from pycomm._inputs.labels import label_of
-from pycomm._inputs.tensors import (
+    as_tensor,
     check_blocks,
+    check_choice,
     check_disjoint,
     check_like,
+    check_rank,
     check_same_kind,
     check_tensor,
     check_written,
+    operation_of,
+    reduction,
 )
+from pycomm._nccl.collectives import launch
 from pycomm._runtime import ranges
-from pycomm._runtime.log import DEBUG, all_reduce_called
+from pycomm._runtime.log import DEBUG, all_reduce_called, label_of
 from pycomm._short_way import short_way_first
-from pycomm._spanning.collectives import launch
 from pycomm._work import Work
+from pycomm.block_collectives import BlockList, is_list, launch_blocks, listed
 from pycomm.group import Group
 from pycomm.recovery import Preserved
 
@@ -82,7 +80,7 @@ def all_reduce(
         pycomm.CollectiveError: the operation failed; for its subclasses see :mod:`pycomm.errors`.
         pycomm.GroupUnusable: the group is closed, has failed, or was inherited by a fork.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     op = reduction(op, OPS)
     check_choice("algorithm", algorithm, ALGORITHMS)
     if deterministic and algorithm not in FIXED_ORDER:
@@ -132,7 +130,7 @@ def reduce(
         `tensor`, or a :class:`Work`. Raises the errors of :func:`all_reduce`; a group that spans
         nodes raises ValueError.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     op = reduction(op, OPS)
     check_rank("dst", dst, group.size)
     mine = group.rank == dst
@@ -169,7 +167,7 @@ def reduce_scatter(
     Returns:
         `output`, or a :class:`Work`. Raises the errors of :func:`all_reduce`.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     op = reduction(op, OPS)
     label = label_of(tag)
     if is_list(input):
@@ -178,7 +176,7 @@ def reduce_scatter(
         check_written("output", result)
         _check_own_block("output", result, "input", blocks, group.rank)
         work = launch_blocks(
-            group, "reduce_scatter", blocks, Side([result]), result.shape, op,
+            group, "reduce_scatter", blocks, BlockList([result]), result.shape, op,
             label=label, async_op=async_op,
         )  # fmt: skip
         return work if async_op else output
@@ -212,7 +210,7 @@ def all_gather(
     Returns:
         `output`, or a :class:`Work`. Raises the errors of :func:`all_reduce`.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     label = label_of(tag)
     if is_list(output):
         blocks = listed("output", output, group.size, written=True)
@@ -220,7 +218,7 @@ def all_gather(
         check_tensor("input", source)
         _check_own_block("input", source, "output", blocks, group.rank)
         work = launch_blocks(
-            group, "all_gather", Side([source]), blocks, source.shape,
+            group, "all_gather", BlockList([source]), blocks, source.shape,
             label=label, async_op=async_op,
         )  # fmt: skip
         return work if async_op else output
@@ -253,7 +251,7 @@ def broadcast(
     Returns:
         `tensor`, or a :class:`Work`. Raises the errors of :func:`all_reduce`.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     data = as_tensor("tensor", tensor, written=True)
     check_written("tensor", data)
     check_rank("src", src, group.size)
@@ -274,13 +272,13 @@ def barrier(
 
     Raises the errors of :func:`all_reduce`.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     operation = operation_of("barrier", "one_shot", torch.uint8)
     arguments = (operation, 0, 0, 0, None, label_of(tag))
     if not (async_op or ranges.watched()):  # entering a range takes a third as long as a barrier
         group._core.run(*arguments)
         return None
-    with ranges.named(group, "barrier"):
+    with ranges.record_range(group, "barrier"):
         if async_op:
             return Work(group._core.submit(*arguments))
         group._core.run(*arguments)
@@ -297,7 +295,9 @@ def _source_and_result(output: Any, given: Any) -> tuple[torch.Tensor, torch.Ten
     return source, result
 
 
-def _check_own_block(name: str, own: torch.Tensor, list_name: str, blocks: Side, rank: int) -> None:
+def _check_own_block(
+    name: str, own: torch.Tensor, list_name: str, blocks: BlockList, rank: int
+) -> None:
     """Checks this rank's tensor against its block, and that no block overlaps it."""
     block = f"{list_name}[{rank}]"
     check_same_kind(name, own, f"{list_name}[0]", blocks.tensors[0])

@@ -3,45 +3,151 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C
-from pycomm._coded_call import PreparedCall
-from pycomm._given import given_group
-from pycomm._inputs.arguments import reduction
-from pycomm._inputs.arrays import as_tensor
-from pycomm._inputs.dtypes import (
+from pycomm._init import resolve_group
+from pycomm._inputs import (
     CODED_ALGORITHMS,
-    check_choice,
-    operation_of,
-)
-from pycomm._inputs.encoding import check_compressible, check_step
-from pycomm._inputs.labels import label_of
-from pycomm._inputs.tensors import (
+    as_tensor,
     check_blocks,
+    check_choice,
+    check_compressible,
     check_disjoint,
     check_like,
+    check_step,
     check_tensor,
     check_written,
+    operation_of,
+    reduction,
 )
-from pycomm._runtime.log import DEBUG, all_reduce_called
-from pycomm._runtime.ranges import named
-from pycomm._runtime.staging import StandIn, fetch
+from pycomm._nccl.collectives import NodeTopology, check_two_shot
+from pycomm._nccl.compressed import CodedCall, all_reduce
+from pycomm._nccl.reduce_scatter import reduce_scatter
+from pycomm._runtime.cuda import HostMirror, NonfiniteFlag, fetch
+from pycomm._runtime.log import DEBUG, all_reduce_called, label_of
+from pycomm._runtime.ranges import record_range
 from pycomm._short_way import short_way_first
-from pycomm._spanning.between import check_two_shot
-from pycomm._spanning.call import CodedCall
-from pycomm._spanning.coded import all_reduce
-from pycomm._spanning.scatter import reduce_scatter
 from pycomm._work import Work, dense_stand_ins, stand_ins
 from pycomm.compression import SMALLEST_BLOCK, Compression, TopK
+from pycomm.errors import NonFinite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pycomm._nccl.compressed import Flow
     from pycomm.group import Group
+
+# Prepared calls of compressed operations, and the handles of those under way.
+
+_NONFINITE = "a gradient has an infinity or a NaN, on this rank or another"
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """Contiguous stand-ins for a call's tensors, and a function that copies results back.
+
+    Attributes:
+        source: the stand-in for the gradient.
+        result: the stand-in for the result.
+        others: other tensors that must stay alive until the operation is complete.
+        finish: copies results back.
+        strict: raise NonFinite if a value is not finite.
+    """
+
+    source: torch.Tensor
+    result: torch.Tensor
+    others: tuple[torch.Tensor, ...]
+    finish: Callable[[], None]
+    strict: bool
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors that must stay alive until the operation is complete."""
+        return (self.source, self.result, *self.others)
+
+    def on_cpu(self, group: Group, call: _C.Call, async_op: bool) -> Work | None:
+        """Runs the call, or hands it to the group's worker."""
+        if async_op:
+            work = group._core.submit_call(call)
+            return _CompressedWork(work, self.tensors(), self.finish, self.strict)
+        self._conclude(group._core.run_call(call))
+        return None
+
+    def on_stream(self, group: Group, call: _C.Call, async_op: bool) -> Work | None:
+        """Enqueues the call; waits for it only if strict."""
+        side = group._cuda_side(self.source.device)
+        flag = NonfiniteFlag(side.device, side.check) if async_op or self.strict else None
+        side.run_bucket([call], self.tensors(), flag)
+        return self._enqueued(flag, async_op)
+
+    def on_span(self, group: Group, flow: Flow, async_op: bool) -> Work | None:
+        """Enqueues the flow of the call over NCCL; waits for it only if strict."""
+        span = group._span
+        assert span is not None
+        device = self.source.device
+        flag = NonfiniteFlag(device, group.check) if async_op or self.strict else None
+
+        def run() -> None:
+            found = flow(NodeTopology(span, device), flag is not None)
+            if flag is not None and found is not None:
+                flag.set(found)
+
+        span.enqueue(device, run, self.tensors())
+        return self._enqueued(flag, async_op)
+
+    def _enqueued(self, flag: NonfiniteFlag | None, async_op: bool) -> Work | None:
+        if async_op:
+            self.finish()
+            return _StreamWork(flag, self.strict)
+        self._conclude(flag is not None and flag.read())
+        return None
+
+    def _conclude(self, nonfinite: bool) -> None:
+        self.finish()
+        if self.strict and nonfinite:
+            raise NonFinite(_NONFINITE)
+
+
+class _CompressedWork(Work):
+    def __init__(self, *details: Any) -> None:
+        *rest, self._strict = details
+        super().__init__(*rest)
+
+    def wait(self) -> None:
+        """Blocks until the operation is complete, and raises its error if it failed."""
+        super().wait()
+        if self._strict and self._core is not None and self._core.nonfinite():
+            raise NonFinite(_NONFINITE)
+
+
+class _StreamWork(Work):
+    """An operation on a CUDA stream. Later work on the stream need not wait for it."""
+
+    def __init__(self, flag: NonfiniteFlag | None, strict: bool) -> None:
+        super().__init__(None)
+        self._flag = flag
+        self._strict = strict
+
+    def wait(self) -> None:
+        """If strict, blocks until the stream has run the operation, and raises its error."""
+        if self._strict and self.nonfinite:
+            raise NonFinite(_NONFINITE)
+
+    @property
+    def nonfinite(self) -> bool:
+        """See :attr:`Work.nonfinite`. Waits until the stream has run the operation."""
+        return self._flag is not None and self._flag.read()
+
+    def is_completed(self) -> bool:
+        """True if :attr:`nonfinite` would return at once."""
+        return self._flag is None or self._flag.event.query()  # type: ignore[no-untyped-call]
+
+
+# The compressed all-reduce and reduce-scatter.
 
 _OPS = ("avg", "sum")
 
@@ -104,7 +210,7 @@ def compressed_all_reduce(
         The errors of :func:`pycomm.all_reduce`. After a :class:`pycomm.CollectiveError` the result,
         `residual` and `velocity` are undefined: copy them before the call if you need them then.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     op = reduction(op, _OPS)
     compression = _check_options(compression, algorithm, step, offset)
     source = as_tensor("tensor", tensor, written=out is None)
@@ -175,7 +281,7 @@ def compressed_all_reduce(
         )
         start = call.on_stream if dense.device.type == "cuda" else call.on_cpu
         run = functools.partial(start, group, core, async_op)
-    with named(group, "compressed_all_reduce"):
+    with record_range(group, "compressed_all_reduce"):
         work = run()
     return work if async_op else tensor if out is None else out
 
@@ -226,7 +332,7 @@ def compressed_reduce_scatter(
     Returns:
         `output`, or a :class:`Work`. Raises the errors of :func:`pycomm.compressed_all_reduce`.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     op = reduction(op, _OPS)
     compression = _check_options(compression, "two_shot", step, offset)
     if isinstance(compression, TopK):
@@ -284,7 +390,7 @@ def compressed_reduce_scatter(
             label=label,
         )
         run = functools.partial(call.on_cpu, group, core, async_op)
-    with named(group, "compressed_reduce_scatter"):
+    with record_range(group, "compressed_reduce_scatter"):
         work = run()
     return work if async_op else output
 
@@ -297,7 +403,7 @@ def _state_stand_ins(
     group: Group, state: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Callable[[], None]]:
     """Like stand_ins(), for tensors that are both read and written."""
-    staged = [StandIn(tensor) for tensor in state if group._stages(tensor.device)]
+    staged = [HostMirror(tensor) for tensor in state if group._stages(tensor.device)]
     fetch(*staged)
 
     def put_back() -> None:

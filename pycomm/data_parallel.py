@@ -18,23 +18,22 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from pycomm._inputs import host
-from pycomm._inputs.tensors import check_memory
+from pycomm._inputs import check_memory
 from pycomm._retired import refuse_retired
+from pycomm._runtime import host
 from pycomm._runtime.torch_private import (
     backward_id,
     backward_node,
     internal_overlap,
     not_compiled,
 )
-from pycomm._training.buckets import broadcast_all
+from pycomm._training.buckets import WeightedMean, broadcast_all
 from pycomm._training.comm_state import CommState, check_successor
-from pycomm._training.graphs import tensors_in
 from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import Exclude, common_buffers, common_parameters, ignored
+from pycomm._training.reducer import tensors_in
 from pycomm._training.shard_options import ShardOptions
-from pycomm._training.weighing import Weighing
-from pycomm._training.wrapping import Wrapping
+from pycomm._training.wrapper import Wrapping
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
 from pycomm.errors import Mismatch
@@ -211,7 +210,7 @@ class DataParallel(Wrapping):
         try:
             yield
         except BaseException:
-            self._exchange.promise.open = True  # other ranks go on to an exchange
+            self._exchange.handshake.open = True  # other ranks go on to an exchange
             raise
         finally:
             self.require_backward_grad_sync = before
@@ -284,7 +283,7 @@ class DataParallel(Wrapping):
         try:
             yield
             while self._prepare(0.0, active=False):
-                self._exchange.stand_in()
+                self._exchange.contribute_zeros()
             last = host.tensor([self._joined_steps * self._group.size + self._group.rank])
             all_reduce(last, "max", group=self._group)
             named = [*common_parameters(self.module), *common_buffers(self.module)]
@@ -318,7 +317,7 @@ class DataParallel(Wrapping):
                 "a lost rank takes its part of the optimizer's states with it: load a checkpoint "
                 "in a new wrapper; to survive failures, shard needs replicas=2"
             )
-        if self._exchange.promise.open:
+        if self._exchange.handshake.open:
             raise RuntimeError(
                 "should_commit() must come after a backward, but this rank's has not come or has "
                 "raised, and the others wait for it: go on with the next forward"
@@ -380,13 +379,13 @@ class DataParallel(Wrapping):
             return True
         exchange.weighing = None
         if group is not None and (weight is not None or self._joined_steps is not None):
-            exchange.weighing = Weighing(1.0 if weight is None else weight, active, group)
+            exchange.weighing = WeightedMean(1.0 if weight is None else weight, active, group)
         if exchange.weighing is not None and self._joined_steps is not None:
             self._joined_steps += active
-            exchange.promise.open = active
+            exchange.handshake.open = active
             return exchange.weighing.active_ranks() > 0
         # While a backward is to come, it may need the buffers as its forward has seen them.
-        waits = exchange.promise.awaits_backward
+        waits = exchange.handshake.awaits_backward
         if self._broadcast_buffers and not waits and self._agree_anew():
             self.sync_buffers()
         exchange.promise_backward(inside_backward)
@@ -403,7 +402,7 @@ class DataParallel(Wrapping):
     @not_compiled
     def _watch(self, outputs: Any) -> None:
         """Makes the backward that begins at these tensors end with the exchange."""
-        began = functools.partial(_began, weakref.ref(self), self._exchange.promise.latest)
+        began = functools.partial(_began, weakref.ref(self), self._exchange.handshake.latest)
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.register_hook(began)  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ module, because FSDP2 takes seconds to import.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,14 +24,65 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from pycomm._inputs.arguments import check_process_group, process_group_of, reduction
-from pycomm._inputs.encoding import check_compressible
-from pycomm._runtime.buffers import buffers_of
-from pycomm._runtime.torch_private import backend_of, fsdp_interfaces
+from pycomm._inputs import check_compressible, check_process_group, process_group_of, reduction
+from pycomm._runtime import host
+from pycomm._runtime.torch_private import backend_of, fsdp_interfaces, storage_users
 from pycomm.compression import Compression, check_lossy_once
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+# Window memory of a process group that is used again instead of being freed.
+
+_CPU = torch.device("cpu")
+
+
+class Buffers:
+    """Buffers for one process group.
+
+    The kernel clears new memory of a window, which takes longer than exchanging it. So a buffer is
+    kept and handed out again when no tensor shares its memory any more.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []
+        self._users: list[int] = []  # of each buffer's memory, if only this list refers to it
+
+    def take(self, group: ProcessGroup, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor of `count` elements in CPU memory, in the window if possible."""
+        nbytes = count * dtype.itemsize
+        unused = [
+            buffer
+            for buffer, users in zip(self._kept, self._users, strict=True)
+            if nbytes <= buffer.numel() <= 2 * nbytes and storage_users(buffer) == users
+        ]
+        buffer = min(unused, key=torch.Tensor.numel) if unused else self._add(group, nbytes)
+        return buffer[:nbytes].view(dtype)
+
+    def _add(self, group: ProcessGroup, nbytes: int) -> torch.Tensor:
+        backend = backend_of(group, _CPU)
+        with torch.inference_mode(False):  # else it could not be written outside of that mode
+            if backend.supports_tensor_alloc(_CPU):
+                buffer: torch.Tensor = backend.allocate_tensor(
+                    nbytes, dtype=torch.uint8, device=_CPU
+                )
+            else:
+                buffer = host.empty(nbytes, dtype=torch.uint8)
+        self._kept.append(buffer)
+        self._users.append(storage_users(buffer))
+        return buffer
+
+
+_buffers: weakref.WeakKeyDictionary[ProcessGroup, Buffers] = weakref.WeakKeyDictionary()
+
+
+def buffers_of(group: ProcessGroup) -> Buffers:
+    """The buffers of a process group."""
+    return _buffers.setdefault(group, Buffers())
+
+
+# The all-gather and reduce-scatter of FSDP2, through pycomm's window or compressed.
 
 _AllGather: Any
 _ReduceScatter: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,28 +12,38 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm import _C
-from pycomm._inputs import host
-from pycomm._inputs.dtypes import check_dtype
-from pycomm._runtime import log
-from pycomm._runtime.elastic import Elastic
+from pycomm._inputs import check_dtype, seconds
+from pycomm._nccl.process_groups import InternodeProcessGroups
+from pycomm._runtime import host, log
 from pycomm._runtime.internode import Nodes
-from pycomm._runtime.open_groups import OpenGroups
-from pycomm._runtime.span import Span
+from pycomm._runtime.lifetime import OpenGroups
+from pycomm._runtime.plan import Plan, make_cuda_plan, make_plan, make_spanning_plan
+from pycomm._runtime.shrink import Survivors
+from pycomm.errors import GroupUnusable, Timeout
+from pycomm.report import Report, make_report
+from pycomm.stats import Stats, make_stats
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import timedelta
     from types import TracebackType
+    from typing import Any
 
     from pycomm._runtime.cuda import CudaSide
-    from pycomm._runtime.rendezvous import Membership
+    from pycomm._runtime.grow import Growth
+    from pycomm._runtime.rendezvous import RendezvousResult
+    from pycomm._runtime.sockets import Alarm, Listener
 
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_STAGING_BYTES = 2 << 20
+_PATIENCE_WITH_NEWCOMERS = 30.0
+when_replaced: list[Callable[[Any, Any], None]] = []  # called with the old and the new group
 
 _names = itertools.count()
 _open_groups: OpenGroups[Group] = OpenGroups()
 
 
-class Group(Elastic):
+class Group:
     """One rank's membership in a group of ranks, on one node or several.
 
     :func:`init` and :class:`pycomm.LocalWorld` make groups. Operations on a group run in the order
@@ -94,13 +105,21 @@ class Group(Elastic):
         self._short_way: object = self._handle
         self._tags = itertools.cycle(range(1, 1 << 16))
         self._told: set[str] = set()  # messages that are logged once
-        self._span: Span | None = None  # NCCL between nodes
+        self._span: InternodeProcessGroups | None = None  # NCCL between nodes
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         # Catches up with the exchange of gradients that a forward has promised last.
         self._catch_up: weakref.WeakMethod[Callable[[], None]] | None = None
         self._preserved = itertools.count()  # numbers of operations with preserve=True
-        self._begin_elastic()
+        self._shrunk = 0  # how many times the first group has shrunk to become this one
+        self._origin = self.name  # the first group's name
+        self._succession: Callable[[Group, Group], None] | None = None  # called by shrink()
+        self._survivors: Survivors[Group] | None = None  # if the group has spanned nodes
+        self._meets_survivors = False  # in shrink()
+        self._growth: Growth[Group] | None = None  # if the ranks are processes
+        self._unresponsive = -1  # the rank that has ended the group because it did not answer
+        self._ended_by = 0  # the abort word
+        self._decides = len(self.nodes) == 1  # False for threads with simulated nodes
         _C.register_group(self.name, self._core)
         _open_groups.add(self)
 
@@ -146,6 +165,18 @@ class Group(Elastic):
         allocation = self._core.allocate(count * dtype.itemsize)
         return torch.frombuffer(allocation, dtype=torch.uint8).view(dtype)[:count].view(shape)
 
+    def trim(self) -> None:
+        """Frees memory that operations keep for later ones of their kind.
+
+        Top-k and operations between nodes keep their working memory on the CPU, which grows with
+        the largest tensor so far. This method waits for running operations. Other ranks need not
+        call it.
+
+        Raises:
+            pycomm.GroupUnusable: the group is closed or has failed.
+        """
+        self._core.trim()
+
     def check(self) -> None:
         """Raises the error of CUDA kernels that have run so far, if there is one.
 
@@ -159,17 +190,350 @@ class Group(Elastic):
         if self._span is not None:
             self._span.check()
 
-    def trim(self) -> None:
-        """Frees memory that operations keep for later ones of their kind.
+    def explain(
+        self,
+        nbytes: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        algorithm: str = "auto",
+        in_window: bool = False,
+        device: str = "cpu",
+    ) -> Plan:
+        """Explains how this group would run an all-reduce of `nbytes` bytes.
 
-        Top-k and operations between nodes keep their working memory on the CPU, which grows with
-        the largest tensor so far. This method waits for running operations. Other ranks need not
-        call it.
+        The choice is the same on every rank; steps and bytes are this rank's own.
+
+        Args:
+            nbytes: the tensor's size in bytes.
+            dtype: the tensor's dtype.
+            algorithm: as for :func:`pycomm.all_reduce`.
+            in_window: True if all ranks' tensors come from :meth:`empty`.
+            device: ``"cpu"`` or ``"cuda"``.
+
+        Returns:
+            The algorithm, its steps and bytes; ``print`` shows a table.
+        """
+        check_dtype("dtype", dtype)
+        if len(self.nodes) > 1:
+            return make_spanning_plan(
+                self._core, nbytes, dtype, len(self.nodes), self.stripes, algorithm
+            )
+        if device == "cuda":
+            transport = "not connected yet" if self._cuda is None else self._cuda.transport
+            return make_cuda_plan(nbytes, self.size, algorithm, transport)
+        return make_plan(self._core, nbytes, dtype, self.size, algorithm, in_window)
+
+    def report(self, operations: int = 8) -> Report:
+        """Reports what the ranks of this node do, and their last operations.
+
+        Any thread may call this at any time, also while operations run or after the group has
+        failed. Other ranks need not call it, and are not slowed down.
+
+        Args:
+            operations: how many of each rank's operations to report, 1 to 128.
+
+        Returns:
+            The report; ``print`` shows it as text.
 
         Raises:
+            ValueError: `operations` is out of range.
+            pycomm.GroupUnusable: the group is closed.
+        """
+        if not 1 <= operations <= _C.most_recorded:
+            raise ValueError(f"operations must be 1 to {_C.most_recorded}, got {operations}")
+        return make_report(self._core.state(operations))
+
+    def stats(self, since: Stats | None = None) -> Stats:
+        """Tells what this rank's operations have taken, by kind, device and size.
+
+        Every operation that has succeeded counts. Of those on CPU tensors of less than 64 KiB that
+        wait for less than about a microsecond, one in 16 is timed and stands for all.
+
+        Those on CUDA tensors count within about 5 ms of their end, with times of the device's
+        clock; so does every replay of a graph. If the device ends more than 4096 of them while this
+        process does not run, the oldest are missing. In a group that spans nodes, CUDA tensors that
+        go through host memory count as CPU tensors.
+
+        Any thread may call this at any time, also while operations run. Other ranks need not call
+        it, and nothing is synchronised. In a group that spans nodes, the wait for a late rank of
+        another node belongs to the exchange.
+
+        Args:
+            since: an earlier result, to tell only what has come after it.
+
+        Returns:
+            The statistics; ``print`` shows a table.
+
+        Raises:
+            ValueError: `since` is of another rank or group.
+            pycomm.GroupUnusable: the group is closed.
+        """
+        stats = make_stats(self._core.statistics(), self.rank, self.size)
+        return stats if since is None else stats.since(since)
+
+    def skew(self, since: Stats | None = None) -> dict[int, float]:
+        """Scores the ranks of this node by their own time, that is, outside of operations.
+
+        In synchronous training all ranks take the same time for a step, because the fast ones wait
+        for the slow one. This takes the time in which a rank's program is blocked in operations of
+        this group, or waits for works, off the whole. What is left is the rank's own: computing,
+        reading data, and also waits that this group does not see, such as those for messages or for
+        a CUDA device.
+
+        Args:
+            since: an earlier result of :meth:`stats`, to score only what has come after it.
+
+        Returns:
+            By rank, the fastest rank's own time divided by this rank's: 1 is the fastest, and 0.83
+            needs 20 % longer. Empty before two operations on CPU tensors have been timed.
+
+        Raises:
+            ValueError: `since` is of another rank or group.
+            pycomm.GroupUnusable: the group is closed.
+        """
+        return self.stats(since).skew
+
+    def traffic(self) -> tuple[int, int, int]:
+        """Signals, bytes read from and bytes written to other ranks in the last operation."""
+        return self._core.traffic
+
+    def link_traffic(self) -> tuple[int, int]:
+        """Bytes sent to and received from other nodes in this rank's last operation."""
+        return self._core.link_traffic
+
+    def should_commit(self, ready: bool = True) -> bool:
+        """Decides whether all ranks take a step, such as the optimizer's; a collective call.
+
+        No operation can promise that it succeeds on all ranks or on none: a rank may die when some
+        have already gone on. This decision can. Every rank that survives gets the same answer, so a
+        step is taken by all of them or by none. On CUDA it waits for the device first.
+
+        Args:
+            ready: False if this rank cannot take the step.
+
+        Returns:
+            True if all ranks are ready. That may be so although a rank has died since; the next
+            operation raises then.
+
+        Raises:
+            ValueError: the group is a ``LocalWorld`` with simulated nodes.
+            pycomm.CollectiveError: the group has failed before all ranks were ready; on all ranks.
+        """
+        if not isinstance(ready, bool):
+            raise TypeError(f"ready must be True or False, got {ready!r}")
+        if len(self.nodes) > 1:
+            if self._spans(torch.device("cuda")):
+                torch.cuda.synchronize()
+                self.check()
+            return self._among_survivors().decide(self._core, ready, self.timeout)
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda.device)
+            self._cuda.check()
+        return self._core.should_commit(ready)
+
+    def shrink(
+        self, timeout: float | timedelta | None = None, *, exclude: Sequence[int] = ()
+    ) -> Group:
+        """Makes a smaller group of the ranks that are left after a failure.
+
+        All survivors call this; a rank that calls it makes the others fail if they have not yet.
+        They agree over shared memory, without torch.distributed and its Store, which may have died
+        with a rank. If the group was the default group, the smaller one takes its place. This group
+        is closed; close the smaller one yourself, also in a ``with`` block of this one.
+
+        A rank survives if it calls this method. Ranks that have ended or have closed the group are
+        not waited for, and neither is the rank that let others wait until :class:`pycomm.Timeout`.
+        If a rank dies in the meantime, the first operation of the smaller group may raise, and that
+        group can be shrunk in turn.
+
+        Args:
+            timeout: how long to wait for ranks that live but have not called this, in seconds or as
+                a timedelta. Then they are left out on one node; between nodes this raises. By
+                default the group's timeout.
+            exclude: ranks to leave out although they may live, the same on all survivors. They are
+                not waited for.
+
+        Returns:
+            The smaller group, whose ranks have the order of this group's;
+            :attr:`ranks` tells their former numbers.
+
+        Raises:
+            ValueError: the group is a ``LocalWorld`` with simulated nodes, or `exclude` has numbers
+                that are no other ranks'.
+            pycomm.GroupUnusable: the others have shrunk the group without this rank, or may do so;
+                it was shrunk or closed before; or another thread has called :meth:`abort`
+                meanwhile.
+            pycomm.Timeout: between nodes, a rank that lives has not come; on all that have. Call
+                this again to go on waiting, or close the group.
+            MemoryError: no survivor has room in its part of shared memory.
+        """
+        patience = seconds(timeout, self.timeout)
+        for rank in exclude:
+            if not 0 <= rank < self.size or rank == self.rank:
+                raise ValueError(f"exclude must have other ranks of the {self.size}, got {rank}")
+        on_node = len(self.nodes) == 1 and self._survivors is None
+        shrink = self._shrink_on_node if on_node else self._shrink_between_nodes
+        smaller = shrink(patience, exclude)
+        smaller._shrunk, smaller._origin = self._shrunk + 1, self._origin
+        self._hand_on_to(smaller)
+        log.group_shrunk(smaller, self)
+        return smaller
+
+    def _shrink_on_node(self, patience: float, exclude: Sequence[int]) -> Group:
+        succession = self._succession
+        try:
+            window, members = self._core.shrink(patience, list(exclude))
+        except BaseException as error:
+            if not isinstance(error, GroupUnusable):  # else another thread may still shrink it
+                self.close()
+            raise
+        self._leave()
+        smaller = self._smaller(window, members)
+        if succession is not None:
+            succession(self, smaller)
+        return smaller
+
+    def _smaller(self, window: _C.Window, members: list[int]) -> Group:
+        """The group of some ranks of this one, which are on one node."""
+        smaller = Group(
+            window,
+            Nodes((tuple(range(len(members))),), 0),
+            [self._pids[rank] for rank in members],
+            [self._processes[rank] for rank in members],
+            members.index(self.rank),
+            self._cores,
+            self.timeout,
+            self.staging_bytes,
+        )
+        smaller.ranks = tuple(self.ranks[rank] for rank in members)
+        return smaller
+
+    def _shrink_between_nodes(self, patience: float, exclude: Sequence[int]) -> Group:
+        survivors = self._among_survivors()
+        try:
+            self._meets_survivors = True
+            self._unresponsive = max(self._core.unresponsive, self._unresponsive)
+            self._abort_operations()
+            self._ended_by = self._core.ended_by or self._ended_by
+            self._leave()
+            smaller = survivors.shrink(self._unresponsive, exclude, patience, self._ended_by)
+        except Timeout:  # this rank is still one that others wait for, and may shrink again
+            self._meets_survivors = False
+            raise
+        except BaseException:
+            survivors.listener.close()
+            raise
+        self._survivors = None  # its listener is that of the smaller group
+        return smaller
+
+    def _among_survivors(self) -> Survivors[Group]:
+        survivors = self._survivors
+        if survivors is None:
+            self._core.check_usable()
+            raise ValueError("group must not be one of threads with simulated nodes")
+        if survivors.listener.closed or self._meets_survivors:
+            raise GroupUnusable("group is closed, or another thread shrinks it")
+        return survivors
+
+    def _survive(
+        self,
+        listener: Listener,
+        rank: int,
+        mine: Mapping[str, Any],
+        make: Callable[[RendezvousResult, Sequence[int]], Group],
+    ) -> Group:
+        """Lets a group that spans nodes, or has shrunk from one that did, shrink over listeners.
+
+        On one node, too: a rank that failed to join it waits at the listeners of those that did.
+
+        Args:
+            listener: the listener of this rank.
+            rank: this rank, as the listener numbers it.
+            mine: the introduction of this rank.
+            make: makes a smaller group of this rank's membership and its ranks, by those numbers.
+
+        Returns:
+            This group.
+        """
+        self._decides = True
+        self._survivors = Survivors(
+            listener,
+            rank,
+            self.ranks,
+            mine,
+            lambda members, ranks: make(members, ranks)._survive(listener, rank, mine, make),
+        )
+        if self._link is not None:
+            listener.watch(functools.partial(_tell, self._link, self.ranks, self.nodes))
+        return self
+
+    @property
+    def _listener(self) -> Listener | None:
+        return None if self._survivors is None else self._survivors.listener
+
+    @property
+    def address(self) -> str | None:
+        """Where other processes can ask to join: ``host:port/secret``, for :func:`pycomm.join`.
+
+        Rank 0 listens there from its first use of this, or the first :meth:`grow`, on. The others
+        learn the address in :meth:`grow`; before, it is None there. The secret admits processes of
+        the same user, so keep it from others.
+        """
+        growth: Growth[Any] | None = self._growth
+        if growth is None:
+            return None
+        growth.open(self)
+        return None if growth.address is None else str(growth.address)
+
+    def grow(self, timeout: float | timedelta | None = None) -> Group:
+        """Lets processes in that wait in :func:`pycomm.join`; a collective call.
+
+        Call it between two steps, say. If nobody waits, it costs as much as a few barriers. If
+        processes wait, the members make a larger group with them: this one is closed, and if it was
+        the default group, the larger one takes its place. Close the larger one yourself, also in a
+        ``with`` block of this one.
+
+        Members keep their ranks, the newcomers come behind them. A newcomer that fails meanwhile
+        is left out. If one fails when some ranks have returned, the larger group's next operation
+        raises, and it can be shrunk.
+
+        Args:
+            timeout: how long to wait for newcomers that have come to the door and do not answer any
+                more, in seconds or as a timedelta; by default 30 seconds, or the group's timeout if
+                that is shorter. The shortest of all ranks counts.
+
+        Returns:
+            The larger group, or this one if nobody was let in. If a rank has failed just after the
+            members had agreed, those that are left; if they do not come before the group's timeout,
+            the larger group, which has failed and can be shrunk.
+
+        Raises:
+            ValueError: the ranks are threads.
+            RuntimeError: another thread of this rank is in this method.
+            pycomm.CollectiveError: a rank of this group failed. The others can shrink it.
             pycomm.GroupUnusable: the group is closed or has failed.
         """
-        self._core.trim()
+        patience = seconds(timeout, min(self.timeout, _PATIENCE_WITH_NEWCOMERS))
+        self._core.check_usable()
+        growth = self._growth
+        if growth is None:
+            raise ValueError("group must be one of processes that pycomm.init made, to grow")
+        larger = growth.grow(self, patience)
+        if larger is None:
+            return self
+        self._hand_on_to(larger)
+        self.close()
+        log.group_grown(larger, self)
+        if not larger._core.usable():
+            with contextlib.suppress(Timeout):  # then it is the caller's to shrink
+                return larger.shrink()
+        return larger
+
+    def _hand_on_to(self, successor: Group) -> None:
+        if self._growth is not None and successor._growth is not None:
+            successor._growth.inherit(self._growth)
+        for go_on in when_replaced:
+            go_on(self, successor)
 
     def abort(self) -> None:
         """Makes every rank that is in an operation, or enters one, raise :class:`pycomm.Aborted`.
@@ -185,6 +549,11 @@ class Group(Elastic):
         span = self._span
         if span is not None:
             span.abort()
+
+    def _stop_shrinking(self) -> None:
+        survivors = self._survivors  # another thread may close the group
+        if survivors is not None and self._meets_survivors:
+            survivors.listener.close()
 
     def close(self) -> None:
         """Finishes running operations, then leaves the group without waiting for other ranks."""
@@ -204,20 +573,13 @@ class Group(Elastic):
             if side is not None:
                 last_first.callback(side.close)
 
-    def _smaller(self, window: _C.Window, members: list[int]) -> Group:
-        """The group of some ranks of this one, which are on one node."""
-        smaller = Group(
-            window,
-            Nodes((tuple(range(len(members))),), 0),
-            [self._pids[rank] for rank in members],
-            [self._processes[rank] for rank in members],
-            members.index(self.rank),
-            self._cores,
-            self.timeout,
-            self.staging_bytes,
-        )
-        smaller.ranks = tuple(self.ranks[rank] for rank in members)
-        return smaller
+    def _close_doors(self) -> None:
+        """Tells survivors and newcomers that this rank has gone."""
+        survivors = self._survivors
+        if survivors is not None:
+            survivors.listener.close()
+        if self._growth is not None:
+            self._growth.close()
 
     def _keep_promise(self) -> None:
         """Takes part in an exchange of gradients that this rank has promised, if others are in it.
@@ -281,8 +643,17 @@ class Group(Elastic):
         return f"pycomm.Group({self.name!r}, rank={self.rank}, size={self.size})"
 
 
+def _tell(
+    link: _C.Transport, ranks: Sequence[int], nodes: Sequence[Sequence[int]], alarm: Alarm
+) -> None:
+    """Takes the alarm of a rank of another node for that node's farewell."""
+    for node, local in enumerate(nodes):
+        if alarm.rank in (ranks[rank] for rank in local):
+            link.told(node, alarm.word)
+
+
 def make_group(
-    members: Membership, rank: int, timeout: float, staging_bytes: int = DEFAULT_STAGING_BYTES
+    members: RendezvousResult, rank: int, timeout: float, staging_bytes: int = DEFAULT_STAGING_BYTES
 ) -> Group:
     """Makes a group of ranks that know each other, without a CUDA side."""
     made = Group(

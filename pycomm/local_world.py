@@ -13,9 +13,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from pycomm import _C
-from pycomm._inputs.arguments import seconds
+from pycomm._inputs import seconds
 from pycomm._runtime import log
-from pycomm._runtime.cuda_windows import DEFAULT_MAX_BLOCKS, LocalDevices
+from pycomm._runtime.cuda import DEFAULT_MAX_BLOCKS, LocalDevices
 from pycomm._runtime.internode import Nodes
 from pycomm._runtime.rendezvous import slice_bytes
 from pycomm._runtime.threads import start_thread

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from pycomm._inputs.tensors import local
+from pycomm._inputs import local
 from pycomm._training.flat import home_of, place_of
+from pycomm._training.internode_shards import InternodeShards
 from pycomm._training.shards import Shards, part_of
-from pycomm._training.spanning_shards import SpanningShards
 from pycomm.data_parallel import DataParallel
 
 MASTERS = ("master_param", "remainder")
@@ -182,7 +182,7 @@ def _count_arenas(params: Iterable[torch.Tensor], counted: _Storages) -> dict[st
         if shards.ring is not None:
             sizes["gradients"] += counted.add(shards.ring.buffers)
             sizes["communication"] += counted.add([shards.ring.memory])
-        if isinstance(shards, SpanningShards):
+        if isinstance(shards, InternodeShards):
             sizes["communication"] += counted.add(shards.publication.errors)
         sizes["communication"] += counted.add([shards.arena]) - parameters - gradients
     return sizes

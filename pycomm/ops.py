@@ -30,8 +30,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C  # noqa: F401 - registers the operations
-from pycomm._inputs.tensors import check_no_gradient, has_tangent, needs_gradient
+from pycomm._inputs import check_no_gradient, has_tangent, needs_gradient
 from pycomm._runtime.torch_private import after_autograd_keys
+from pycomm.compressed import compressed_all_reduce
+from pycomm.compression import parse_compression
+from pycomm.group import find_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,3 +143,83 @@ for _name in ("all_reduce", "reduce", "all_to_all", "broadcast"):
 for _name in ("all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_"):
     torch.library.register_fake(f"pycomm::{_name}")(_nothing)
     refuse_gradients(_library, _name)
+
+# torch.ops.pycomm: the compressed operations, with fake kernels.
+#
+# A compression is passed as text (:func:`pycomm.parse_compression`), a group as its ``group.name``:
+#
+# - ``compressed_all_reduce_(tensor, compression, residual, velocity, op, algorithm, step, offset,
+#   strict, group)``, in place; residual and velocity may be None
+# - ``encode(x, compression, step, offset) -> Tensor``
+# - ``decode(wire, compression, n, dtype) -> Tensor``
+
+_compressed_library = torch.library.Library("pycomm", "FRAGMENT")
+_compressed_library.define(
+    "compressed_all_reduce_(Tensor(a!) tensor, str compression, Tensor(b!)? residual, "
+    "Tensor(c!)? velocity, str op, str algorithm, int step, int offset, bool strict, str group) "
+    "-> ()"
+)
+_compressed_library.define("encode(Tensor x, str compression, int step, int offset) -> Tensor")
+_compressed_library.define(
+    "decode(Tensor wire, str compression, SymInt n, ScalarType dtype) -> Tensor"
+)
+
+
+def _compressed_all_reduce(
+    tensor: torch.Tensor,
+    compression: str,
+    residual: torch.Tensor | None,
+    velocity: torch.Tensor | None,
+    op: str,
+    algorithm: str,
+    step: int,
+    offset: int,
+    strict: bool,
+    group: str,
+) -> None:
+    compressed_all_reduce(
+        tensor,
+        parse_compression(compression),
+        residual=residual,
+        velocity=velocity,
+        op=op,
+        algorithm=algorithm,
+        step=step,
+        offset=offset,
+        strict=strict,
+        group=find_group(group),
+    )
+
+
+def _encode(x: torch.Tensor, compression: str, step: int, offset: int) -> torch.Tensor:
+    return parse_compression(compression).encode(x, step=step, offset=offset)
+
+
+def _decode(wire: torch.Tensor, compression: str, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return parse_compression(compression).decode(wire, n, dtype=dtype)
+
+
+for _name, _kernel in (
+    ("compressed_all_reduce_", _compressed_all_reduce),
+    ("encode", _encode),
+    ("decode", _decode),
+):
+    for _device in ("CPU", "CUDA"):
+        _compressed_library.impl(_name, _kernel, _device)
+    refuse_gradients(_compressed_library, _name)
+
+
+@torch.library.register_fake("pycomm::compressed_all_reduce_", lib=_compressed_library)
+def _(*args: object) -> None:
+    """Does nothing: the operation changes values only."""
+
+
+@torch.library.register_fake("pycomm::encode", lib=_compressed_library)
+def _(x: torch.Tensor, compression: str, step: int, offset: int) -> torch.Tensor:  # noqa: ARG001
+    nbytes = parse_compression(compression).encoded_bytes(x.numel(), x.dtype, step=step)
+    return x.new_empty(nbytes, dtype=torch.uint8)
+
+
+@torch.library.register_fake("pycomm::decode", lib=_compressed_library)
+def _(wire: torch.Tensor, compression: str, n: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001
+    return wire.new_empty(n, dtype=dtype)

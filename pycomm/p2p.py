@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import increment_version
 
-from pycomm import _C
-from pycomm._given import given_group
-from pycomm._inputs import host
-from pycomm._inputs.arguments import seconds
-from pycomm._inputs.tensors import check_memory, check_no_gradient, check_no_overlap
-from pycomm._runtime import orphans
+from pycomm import _C, _work
+from pycomm._init import resolve_group
+from pycomm._inputs import check_memory, check_no_gradient, check_no_overlap, seconds
+from pycomm._runtime import host
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -62,7 +60,7 @@ class Request:
     def __del__(self) -> None:
         # The operation still uses the tensor's memory, so it must not be freed yet.
         if not self._core.completed():
-            orphans.adopt(self._core, (self._dense,))
+            _work.keep_alive(self._core, (self._dense,))
 
 
 def send(
@@ -94,7 +92,7 @@ def send(
         pycomm.CollectiveError: the operation failed; for its subclasses see :mod:`pycomm.errors`.
         pycomm.GroupUnusable: the group is closed, has failed, or was inherited by a fork.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     dense = _to_send(tensor)
     group._core.send(*_arguments(dense, dst, tag, timeout))
 
@@ -121,7 +119,7 @@ def recv(
         The sender's rank. Raises the errors of :func:`send`; :class:`pycomm.Mismatch` if the
         message has another size or dtype.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     dense = _to_receive(tensor)
     source = group._core.recv(*_arguments(dense, src, tag, timeout))
     if dense is not tensor:
@@ -147,7 +145,7 @@ def isend(
         timeout: as in :func:`send`; counts from this call. The group's own timeout counts while a
             thread waits for the request.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     dense = _to_send(tensor)
     return Request(group._core.isend(*_arguments(dense, dst, tag, timeout)), dense)
 
@@ -169,7 +167,7 @@ def irecv(
         group: as in :func:`recv`.
         timeout: as in :func:`isend`.
     """
-    group = given_group(group)
+    group = resolve_group(group)
     dense = _to_receive(tensor)
     core = group._core.irecv(*_arguments(dense, src, tag, timeout))
     return Request(core, dense, None if dense is tensor else tensor.detach())

@@ -25,9 +25,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from pycomm._given import given_group
-from pycomm._inputs import host
-from pycomm._spanning.collectives import launch
+from pycomm._init import resolve_group
+from pycomm._nccl.collectives import launch
+from pycomm._runtime import host
 from pycomm._work import Work
 from pycomm.errors import CollectiveError, GroupUnusable, Mismatch, NotRecoverable, PycommError
 
@@ -244,7 +244,7 @@ def recover(failed: CollectiveError | GroupUnusable | Work, *, group: Group | No
     """
     if not isinstance(failed, (*_FAILURES, Work)):
         raise TypeError(f"failed must be an error of an operation or a Work, got {failed!r}")
-    group = given_group(group)
+    group = resolve_group(group)
     operation = _operations.get(failed)
     if operation is not None:
         operation.check_successor(group)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pycomm._given import given_group
-from pycomm._inputs import host
+from pycomm._init import resolve_group
+from pycomm._runtime import host
 from pycomm.collectives import all_gather, broadcast
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def share_state(*objects: Any, receive: bool = False, group: Group | None = None
                 f"objects[{index}] must be a dict, or have state_dict and load_state_dict, "
                 f"got {type(each).__name__}"
             )
-    group = given_group(group)
+    group = resolve_group(group)
     receives = host.empty(group.size, dtype=torch.bool)
     all_gather(receives, host.tensor([bool(receive)], dtype=torch.bool), group=group)
     if not receives.any():

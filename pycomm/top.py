@@ -46,7 +46,7 @@ class Jobs:
         """The groups whose ranks have joined and have not all gone."""
         own = {inode for inode, _ in _mapped(os.getpid())}
         self.strangers.clear()
-        windows: dict[Place, _C.Onlooker] = {}
+        windows: dict[Place, _C.WindowReader] = {}
         knows_pids: dict[Place, bool] = {}
         for pid in [self._pid] if self._pid is not None else _all_pids():
             with contextlib.suppress(OSError):  # it has ended, or belongs to another user
@@ -63,7 +63,7 @@ class Jobs:
                 reports[place] = report
         return reports
 
-    def _add(self, pid: int, place: Place, windows: dict[Place, _C.Onlooker]) -> None:
+    def _add(self, pid: int, place: Place, windows: dict[Place, _C.WindowReader]) -> None:
         try:
             windows[place] = _open(pid, place)
         except (ValueError, MemoryError):  # tensors, not a window
@@ -83,7 +83,7 @@ def _mapped(pid: int) -> set[Place]:
     return {(int(inode), int(offset, 16)) for _, _, offset, _, inode, _ in fields}
 
 
-def _open(pid: int, place: Place) -> _C.Onlooker:
+def _open(pid: int, place: Place) -> _C.WindowReader:
     inode, position = place
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -91,7 +91,7 @@ def _open(pid: int, place: Place) -> _C.Onlooker:
                 continue
             fd = os.open(link, os.O_RDONLY)
             try:
-                return _C.Onlooker(fd, position)
+                return _C.WindowReader(fd, position)
             finally:
                 os.close(fd)
     raise OSError(f"process {pid} has closed the file of its window")

@@ -6,7 +6,7 @@
 #include "bind/python.h"
 #include "core/errors.h"
 #include "cpu/group.h"
-#include "cpu/onlooker.h"
+#include "cpu/window_reader.h"
 
 namespace py = pybind11;
 
@@ -152,11 +152,11 @@ void bind_record(py::module_& m, GroupClass& group) {
     }();
     return to_python(statistics);
   });
-  py::class_<cpu::Onlooker>(m, "Onlooker")
+  py::class_<cpu::WindowReader>(m, "WindowReader")
       .def(py::init<int, std::int64_t>(), py::arg("fd"), py::arg("position"))
       .def(
           "state",
-          [](const cpu::Onlooker& onlooker, std::size_t most) {
+          [](const cpu::WindowReader& onlooker, std::size_t most) {
             return to_python(onlooker.state(most));
           },
           py::arg("most"));

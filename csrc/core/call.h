@@ -20,7 +20,7 @@ struct Blocks {
 };
 
 namespace cpu {
-class OwnBody;  // cpu/own_body.h
+class CustomOperation;  // cpu/custom_operation.h
 }
 
 struct Call {
@@ -34,7 +34,7 @@ struct Call {
   // has the counts of both or of neither.
   Blocks inputs = {};
   Blocks outputs = {};
-  cpu::OwnBody* body =
+  cpu::CustomOperation* body =
       nullptr;         // on the CPU: of an operation that none in core/algorithms/run.h is
   double timeout = 0;  // in seconds; 0 for the group's, which is the only one on CUDA
 };

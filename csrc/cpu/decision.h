@@ -5,11 +5,11 @@
 #pragma once
 
 #include "core/call.h"
-#include "cpu/own_body.h"
+#include "cpu/custom_operation.h"
 
 namespace pycomm::cpu {
 
-class Decision final : public OwnBody {
+class Decision final : public CustomOperation {
  public:
   // `made`: the number of decisions of this group so far.
   Decision(bool ready, std::uint64_t& made) : ready_(ready), made_(made) {}

@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "cpu/comm.h"
-#include "cpu/onlooker.h"
+#include "cpu/window_reader.h"
 #include "cpu/waiting.h"
 #include "cpu/waiting_time.h"
 

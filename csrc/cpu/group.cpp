@@ -8,7 +8,7 @@
 #include "core/codecs/cast.h"
 #include "cpu/fork.h"
 #include "cpu/huge_pages.h"
-#include "cpu/own_body.h"
+#include "cpu/custom_operation.h"
 #include "cpu/threads.h"
 #include "cpu/waiting.h"
 

@@ -9,7 +9,7 @@
 // All its memory is reserved when the file is made. A window for some of the file's ranks lies in
 // the heap of one of them. Its ranks need not meet: each reserves the control pages of all when it
 // joins, and as much of its own staging as its operations use, and its subjects if it has any. It has
-// a header, too, by which onlookers find it (cpu/onlooker.h).
+// a header, too, by which onlookers find it (cpu/window_reader.h).
 #pragma once
 
 #include <algorithm>

@@ -13,7 +13,7 @@
 #include "cuda/announcing.cuh"
 #include "cuda/elements.cuh"
 #include "cuda/layout.h"
-#include "cuda/telling.cuh"
+#include "cuda/progress.cuh"
 
 namespace pycomm::cuda {
 
@@ -341,7 +341,7 @@ class BlockComm {
   __device__ bool can_be_direct() const {
     return me_.operation.codec.kind == CodecKind::none && allows_zero_copy(me_.operation);
   }
-  // True for the thread that tells the host what this rank does (cuda/telling.cuh).
+  // True for the thread that tells the host what this rank does (cuda/progress.cuh).
   __device__ bool tells() const { return lane_ == 0 && threadIdx.x == 0 && !failed_; }
   __device__ auto inside() const {
     return shared_word<std::uint32_t>(&me_.mailbox->lanes[lane_].in_peers_heaps);

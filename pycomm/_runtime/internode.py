@@ -20,7 +20,9 @@ import os
 import queue
 import secrets
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,16 +33,161 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pycomm import _C
-from pycomm._inputs import host
-from pycomm._runtime.gloo import disconnect, finish, interfaces, start
-from pycomm._runtime.listener import local_address, open_sockets
-from pycomm._runtime.pulse import SILENCE
-from pycomm._runtime.threads import start_thread, with_limits
+from pycomm._runtime import host
+from pycomm._runtime.sockets import local_address, open_sockets
+from pycomm._runtime.threads import Deadline, start_thread, with_limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from pycomm._runtime.waiting import Deadline
+# Detects by its silence that a node is gone while a group is made.
+#
+# A pidfd reports only processes of the same node, and all ranks of a node may die at once.
+
+_INTERVAL = 0.25  # seconds between beats
+# A beat comes from a thread of its own, so only a suspended process, node or network delays it.
+# Swapping, a lost packet or the migration of a node seldom takes seconds.
+SILENCE = 10.0
+
+
+class Heartbeat(threading.Thread):
+    """Counts in the Store for this node, and detects if the next node stops counting.
+
+    Args:
+        store: a Store that only this group uses.
+        rank: the rank of this process, the first of its node.
+        neighbour: the first rank of the next node.
+        silent: called with the neighbour once it has been silent for `SILENCE` seconds. Time in
+            which this process was suspended does not count.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, neighbour: int, silent: Callable[[int], object]
+    ) -> None:
+        super().__init__(name="pycomm-pulse", daemon=True)
+        self._store, self._silent = store, silent
+        self._rank, self._next = rank, neighbour
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Counts until closed."""
+        with contextlib.suppress(RuntimeError):  # the Store is gone, which all other waits detect
+            self._beat()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._over.set()
+        self.join()
+
+    def _beat(self) -> None:
+        last, silence, before = -1, 0.0, time.monotonic()
+        while not self._over.is_set():
+            self._store.add(f"pulse/{self._rank}", 1)
+            count = self._store.add(f"pulse/{self._next}", 0)
+            now = time.monotonic()
+            silence = 0.0 if count != last else silence + min(now - before, 2 * _INTERVAL)
+            last, before = count, now
+            if silence > SILENCE:
+                self._silent(self._next)
+                return
+            self._over.wait(_INTERVAL)
+
+
+# How ranks connect over Gloo when they need to, and how its operations are ended.
+
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+def interfaces() -> int:
+    """The number of network interfaces over which Gloo connects ranks now."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
+
+
+class Addresses(Store):
+    """A Store for Gloo with waits that :meth:`end` ends: a rank that has died will publish nothing.
+
+    Args:
+        store: where ranks publish their addresses.
+        seconds: how long to wait for one, unless Gloo says it.
+    """
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        super().__init__()
+        self._store, self._seconds, self._ended = store, seconds, False
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = timeout.total_seconds() if timeout else self._seconds
+        try:
+            found = Deadline(seconds).await_keys(self._store, keys, lambda: self._ended)
+        except TimeoutError:
+            found = False
+        if not found:
+            why = "the group shrinks" if self._ended else f"waited for {seconds:g} s"
+            raise RuntimeError(f"another rank has not published its address over Gloo: {why}")
+
+    def end(self) -> None:
+        """Ends waits for ranks that have published nothing yet."""
+        self._ended = True
+
+
+def connect_lazily(store: Store, rank: int, size: int, timeout: float) -> Any:
+    """A Gloo backend that connects two ranks when they first exchange something.
+
+    It uses the interfaces of ``GLOO_SOCKET_IFNAME``, as torch's own Gloo groups do.
+    """
+    made: Any = dist.ProcessGroupGloo
+    options = made._Options()
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    options._devices = [
+        made.create_device(interface=name, lazy_init=True)
+        if name
+        else made.create_default_device(lazy_init=True)
+        for name in names
+    ]
+    options._timeout = timedelta(seconds=timeout)
+    return made(store, rank, size, options)
+
+
+def disconnect(gloo: Any, nodes: Sequence[int], interfaces: int) -> None:
+    """Closes connections, which ends all operations over them, on both sides.
+
+    Gloo has no abort, but it closes a connection if a receive over it is given up. It has one for
+    each network interface, which tags choose.
+
+    Args:
+        gloo: a process group or backend.
+        nodes: the ranks in it that this one may be connected with.
+        interfaces: over how many interfaces.
+    """
+    for node in nodes:
+        for tag in range(interfaces):
+            finish(start(gloo.recv, node, host.empty(1, dtype=torch.float32), tag), _AT_ONCE)
+
+
+def start(operation: Any, node: int, memory: torch.Tensor, tag: int) -> Any:
+    """Starts a send or receive; returns None if the connection is lost."""
+    try:
+        return operation([memory], node, tag)
+    except RuntimeError:
+        return None
+
+
+def finish(work: Any, patience: timedelta) -> bool:
+    """Waits for a send or receive; returns True if it has completed."""
+    try:
+        return work is not None and bool(work.wait(patience))
+    except RuntimeError:
+        return False
+
+
+# Groups that span nodes: the ranks of each node, and the transport over torch.distributed.
 
 Transfer = tuple[int, int, int]  # node, address, bytes
 
@@ -128,7 +275,7 @@ def connect(
             raise RuntimeError("the rendezvous is over")
         look()
 
-    carriers = LookedAfter(PrefixStore(f"link/{stripe}", store), deadline, look_for_end)
+    carriers = InterruptibleStore(PrefixStore(f"link/{stripe}", store), deadline, look_for_end)
     if nodes.here == 0:
         carriers.set("secret", secrets.token_hex(_SECRET_BYTES))
     secret = bytes.fromhex(carriers.get("secret").decode())
@@ -167,7 +314,7 @@ def connect(
     return CarrierLinks(made[0], others, secret, hosts[0])
 
 
-class LookedAfter(Store):
+class InterruptibleStore(Store):
     """A Store for Gloo with waits that end when the rendezvous does."""
 
     def __init__(self, store: Store, deadline: Deadline, look: Callable[[], object]) -> None:

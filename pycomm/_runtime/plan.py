@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pycomm import _C
-from pycomm._inputs.dtypes import ALGORITHMS, check_choice, operation_of
+from pycomm._inputs import ALGORITHMS, check_choice, operation_of
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pycomm._runtime.torch_private import profiler_runs
 
 if TYPE_CHECKING:
     from pycomm import _C
-    from pycomm._runtime.member import Member
+    from pycomm._runtime.lifetime import Member
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Details = dict[str, Any]
@@ -68,7 +68,7 @@ class Open:
 
     def waiting(self) -> AbstractContextManager[object]:
         """The range of a wait for what was launched in this one."""
-        return named(self.group, f"wait for {self.name}")
+        return record_range(self.group, f"wait for {self.name}")
 
 
 watches: dict[Member, Watch] = {}  # of traces that are running
@@ -81,7 +81,7 @@ def watched() -> bool:
     return bool(watches) or profiler_runs()
 
 
-def named(
+def record_range(
     group: Member, name: str, details: Callable[[], Details] | None = None
 ) -> AbstractContextManager[object]:
     """A range of a rank of `group`; `details` is called only if somebody watches."""
@@ -97,7 +97,7 @@ def of_calls(launch: Function) -> Function:
     def wrapped(group: Member, collective: str, *args: Any, **options: Any) -> Any:
         if not watched():
             return launch(group, collective, *args, **options)
-        with named(group, collective):
+        with record_range(group, collective):
             return launch(group, collective, *args, **options)
 
     return wrapped  # type: ignore[return-value]

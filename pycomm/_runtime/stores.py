@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
 
-from pycomm._runtime.listener import open_sockets, plain_address
-from pycomm._runtime.threads import start_thread
-from pycomm._runtime.waiting import Deadline
+from pycomm._runtime.sockets import open_sockets, plain_address
+from pycomm._runtime.threads import Deadline, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

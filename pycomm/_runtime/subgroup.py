@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pycomm._runtime.internode import Nodes
-from pycomm._runtime.rendezvous import Membership
+from pycomm._runtime.rendezvous import RendezvousResult
 from pycomm.errors import GroupUnusable
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Subgroup:
         name: distinguishes the group from all others of the same ranks; the same on every rank.
     """
 
-    def __init__(self, whole: Membership, ranks: Sequence[int], rank: int, name: str) -> None:
+    def __init__(self, whole: RendezvousResult, ranks: Sequence[int], rank: int, name: str) -> None:
         self._whole = whole
         self._seats = [whole.nodes.local.index(r) for r in ranks]
         self._pids = [whole.pids[r] for r in ranks]
@@ -71,7 +71,7 @@ class Subgroup:
         self._window: _C.Window | None = None  # once this rank has mapped it
         self._store: Store = PrefixStore(f"subgroup/{name}", whole.store)
 
-    def join(self) -> Membership:
+    def join(self) -> RendezvousResult:
         """Joins the group, without waiting for other ranks. A rank joins or leaves once.
 
         Raises:
@@ -89,7 +89,7 @@ class Subgroup:
             word, told = self._replace(word, _State(state.absent, mine))
             if not told:
                 window.cancel(*mine)
-        return Membership(
+        return RendezvousResult(
             nodes=Nodes((tuple(range(len(self._seats))),), 0),
             window=self._map(place),
             pids=self._pids,

@@ -6,7 +6,9 @@ They exist in torch 2.11, 2.12, 2.13 and 2.14.
 from __future__ import annotations
 
 import functools
+import os
 import sys
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,14 +21,32 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pycomm._runtime.environment import environment
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
+
+# Environment variables that torch reads when it makes something.
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables for a scope."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# All private parts of torch that pycomm uses.
 
 T = TypeVar("T", bound=torch.Tensor)
 _ALWAYS = timedelta(days=365)

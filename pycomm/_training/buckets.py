@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from pycomm._runtime.c10d import take_memory
+from pycomm._runtime.log import fallback
 from pycomm._training.flat import Layout, Place, put
-from pycomm.collectives import broadcast
-
-if TYPE_CHECKING:
-    from pycomm.group import Group
+from pycomm._work import Work
+from pycomm.collectives import all_reduce, broadcast
+from pycomm.errors import PycommError
+from pycomm.group import Group
 
 _MIB = 1 << 20
 _FEWEST = 16  # so that all but the last sixteenth of an exchange can hide behind backward
@@ -203,3 +205,67 @@ def gradient_memory(
         if device.type == "cpu":
             raise
         return torch.empty(count, dtype=dtype, device=device)
+
+
+# Moves the buckets of DistributedDataParallel into the window.
+#
+# torch allocates them, so without this each exchange would copy them into the window and back.
+
+
+def move_into_window(bucket: torch.Tensor, group: Group) -> None:
+    """Gives a bucket, and all views of it, memory in the group's window, with the same content.
+
+    NumPy arrays and DLPack tensors that were made of a view before are no longer valid. The bucket
+    stays where it is if it is only a part of its storage or shared with other processes, if the
+    group has one rank, or if the window has no memory left.
+    """
+    storage = bucket.untyped_storage()
+    alone = storage.nbytes() == bucket.nbytes and not storage.is_shared()
+    if take_memory is None or not bucket.is_cpu or not alone:
+        return
+    if group.size == 1 or group._core.offset_of(bucket.data_ptr()) >= 0:
+        return
+    try:
+        memory = group.empty(bucket.numel(), dtype=bucket.dtype)
+    except MemoryError:
+        fallback(group, "no memory for DistributedDataParallel's buckets: exchanges copy them")
+        return
+    except PycommError:  # the exchange raises it
+        return
+    take_memory(bucket, memory.copy_(bucket))
+
+
+# Weights of ranks in a mean.
+
+
+class WeightedMean:
+    """Exchanges the sum of all ranks' weights, and applies this rank's weight."""
+
+    def __init__(self, weight: float, active: bool, group: Group) -> None:
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise ValueError(f"weight must be finite and not negative, got {weight}")
+        self._weight = float(weight)
+        self._size = group.size
+        self._sums = torch.tensor([self._weight, active], dtype=torch.float64, device="cpu")
+        self._work: Work = all_reduce(self._sums, "sum", group=group, async_op=True)
+
+    @property
+    def is_zero(self) -> bool:
+        """True if this rank does not count."""
+        return self._weight == 0
+
+    def active_ranks(self) -> int:
+        """The number of ranks that still have batches."""
+        self._work.wait()
+        return int(self._sums[1])
+
+    def scale(self, gradients: torch.Tensor) -> None:
+        """Scales gradients so that the plain mean is weighted. Weight 0 makes any values zero."""
+        self._work.wait()
+        total = float(self._sums[0])
+        if total == 0:
+            raise ValueError("weight must be positive on some rank, got 0 on all")
+        if self.is_zero:
+            gradients.zero_()
+        else:
+            gradients.mul_(self._weight * self._size / total)

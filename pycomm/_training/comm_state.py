@@ -10,28 +10,66 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from pycomm._given import check_group
-from pycomm._init import default_group
-from pycomm._inputs import host
-from pycomm._inputs.arguments import check_whole
-from pycomm._inputs.tensors import check_memory
-from pycomm._runtime.ranges import named
-from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled
-from pycomm._training.bucket_memory import move_into_window
-from pycomm._training.exchange import BucketExchange, dense_wire_bytes
-from pycomm._training.flights import BucketFuture, Flight, Flights
-from pycomm._training.launching import launching
-from pycomm._training.loss_scale import LossScale
+from pycomm._init import check_group, default_group
+from pycomm._inputs import check_memory, check_whole
+from pycomm._runtime import host
+from pycomm._runtime.cuda import HostMirror, fetch
+from pycomm._runtime.ranges import record_range
+from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled, scale_of
+from pycomm._training.buckets import move_into_window
+from pycomm._training.exchange import (
+    BucketExchange,
+    BucketFuture,
+    PendingExchange,
+    PendingExchanges,
+    Planner,
+    StepStatistics,
+    dense_wire_bytes,
+    launching,
+)
 from pycomm._training.parameters import Exclude, Parameters
-from pycomm._training.planner import Planner
 from pycomm._training.residuals import residuals_for
 from pycomm._training.saved_state import SavedState, place_in
-from pycomm._training.step import Step
 from pycomm._work import Work
 from pycomm.collectives import all_gather
 from pycomm.compression import Cast, Compression, Identity, Int8
 from pycomm.errors import PycommError
 from pycomm.group import Group
+
+# The loss scale of a GradScaler.
+
+
+class LossScale:
+    """Reads a GradScaler's scale; without one there is none."""
+
+    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._scaler = scaler
+        self._staged: HostMirror | None = None
+
+    @property
+    def known(self) -> bool:
+        """True if there is a GradScaler."""
+        return self._scaler is not None
+
+    def read(self, group: Group) -> torch.Tensor | None:
+        """The scale, as a tensor on the device where gradients are exchanged; None without one."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return None
+        scale = scale_of(self._scaler)  # none before the first loss was scaled
+        if scale is None or not group._exchanges_on_host(scale.device):
+            return scale
+        if self._staged is None:
+            self._staged = HostMirror(scale)
+        self._staged.tensor = scale
+        fetch(self._staged)
+        return self._staged.host
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying."""
+        return {"_scaler": self._scaler, "_staged": None}
+
+
+# The state of a communication hook or of the wrapper.
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -96,8 +134,8 @@ class CommState(SavedState):
     def _begin_anew(self) -> None:
         """Starts without plans and without running exchanges."""
         self._plan_anew()
-        self._flying = Flights()
-        self._now = Step()
+        self._flying = PendingExchanges()
+        self._now = StepStatistics()
         self._stream: torch.cuda.Stream | None = None
         self._placed = False  # True once residuals are on the gradients' device
 
@@ -192,15 +230,15 @@ class CommState(SavedState):
         begin = time.perf_counter()
         if self._stream is not None:
             self._now.time_stream(self._stream)
-        with named(self.group, "finish"):
+        with record_range(self.group, "finish"):
             for flight in flights:
-                flight.land()
+                flight.wait()
         self._now.waited += time.perf_counter() - begin
 
     def count_step(self, bytes_in: int, bytes_wire: int, waited: float) -> None:
         """Counts a step whose gradients are averaged by shards; see :class:`Step`."""
         self._exposed_before += self._now.exposed()
-        self._now = Step(bytes_in=bytes_in, bytes_wire=bytes_wire, waited=waited)
+        self._now = StepStatistics(bytes_in=bytes_in, bytes_wire=bytes_wire, waited=waited)
         self.step += 1
 
     def give_back(self) -> None:
@@ -268,7 +306,7 @@ class CommState(SavedState):
         if (self._now.flights or self._now.bytes_in) and self.step > self._warmup_steps:
             self._residuals.undo_exchange()
             self._exposed_before += self._now.exposed()
-            self._now = Step()
+            self._now = StepStatistics()
         if self._residuals.keep_before():
             self._plan_anew()
 
@@ -343,7 +381,7 @@ class CommState(SavedState):
         for flight in self._flying.take_dropped():
             self._now.parameters.clear()  # so that the next bucket begins a step
             with contextlib.suppress(PycommError):  # an exchange that failed has no mean
-                flight.land()
+                flight.wait()
                 flight.give_back()
 
     def _begin_step(self, device: torch.device, group: Group) -> None:
@@ -353,18 +391,20 @@ class CommState(SavedState):
         scale = self._scale.read(group)
         self._residuals.settle(scale)
         self._exposed_before += self._now.exposed()
-        self._now = Step(scale)
+        self._now = StepStatistics(scale)
         self._flying.clear()  # of backwards that never ended
         self.step += 1
         if self.step > self._warmup_steps:
             self._residuals.begin_step(scale)
 
-    def _launch(self, exchange: BucketExchange, buffer: torch.Tensor, group: Group) -> Flight:
+    def _launch(
+        self, exchange: BucketExchange, buffer: torch.Tensor, group: Group
+    ) -> PendingExchange:
         step = self.step - 1
         device = buffer.device
         future = BucketFuture([device] if buffer.is_cuda else None)
         if buffer.is_cpu or exchange.stand_in is not None:
-            return Flight(exchange, exchange.submit(step, group), future, buffer)
+            return PendingExchange(exchange, exchange.submit(step, group), future, buffer)
         spans = group._spans(device)
         if not spans and group._cuda_side(device).shares_device and backward_id() >= 0:
             raise ValueError(
@@ -378,7 +418,7 @@ class CommState(SavedState):
             exchange.enqueue(step, group, device)
             buffer.record_stream(self._stream)
             future.set_result(buffer)
-        return Flight(exchange, Work(None, (), group.check), future, buffer)
+        return PendingExchange(exchange, Work(None, (), group.check), future, buffer)
 
 
 def check_successor(group: object) -> None:

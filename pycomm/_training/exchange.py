@@ -6,30 +6,40 @@ stream) runs them while backward goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.futures import Future
 
 from pycomm import _C
-from pycomm._runtime.staging import StandIn, fetch
-from pycomm._spanning.between import Between
-from pycomm._spanning.call import CodedCall
-from pycomm._spanning.coded import all_reduce
-from pycomm._spanning.collectives import Exchange
+from pycomm._inputs import check_compressible, operation_of
+from pycomm._nccl.collectives import NcclExchange, NodeTopology
+from pycomm._nccl.compressed import CodedCall, all_reduce
+from pycomm._runtime.cuda import HostMirror, fetch
+from pycomm._runtime.log import operations
+from pycomm._runtime.ranges import record_range
+from pycomm._runtime.torch_private import queue_callback
+from pycomm._training.parameters import Entry, Parameters, as_real, dense_strides, same_places
 from pycomm._work import Work
+from pycomm.compression import Compression
+from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
+    from pycomm._training.residuals import Residuals
     from pycomm.group import Group
 
-
-StepFlow = Callable[[Between, int], object]  # runs an operation over NCCL at a step
+StepFlow = Callable[[NodeTopology, int], object]  # runs an operation over NCCL at a step
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketOperation:
     """One operation: an average in place.
 
     Attributes:
@@ -63,7 +73,7 @@ class BucketExchange:
         stand_in: host memory for the bucket, if the group exchanges through it.
     """
 
-    def __init__(self, parts: Sequence[Part], stand_in: StandIn | None) -> None:
+    def __init__(self, parts: Sequence[BucketOperation], stand_in: HostMirror | None) -> None:
         self._parts = parts
         self.stand_in = stand_in
         self.wire_bytes = sum(part.wire_bytes for part in parts)
@@ -96,14 +106,14 @@ class BucketExchange:
         """Enqueues the operations on the current stream."""
         if (span := group._span) is not None:
             span.enqueue(
-                device, lambda: self._run_flows(Between(span, device), step), self._tensors
+                device, lambda: self._run_flows(NodeTopology(span, device), step), self._tensors
             )
             return
         for call in self._calls:
             call.set_step(step)
         group._cuda_side(device).run_bucket(self._calls, self._tensors)
 
-    def _run_flows(self, between: Between, step: int) -> None:
+    def _run_flows(self, between: NodeTopology, step: int) -> None:
         for part in self._parts:
             assert not isinstance(part.call, _C.Call)
             part.call(between, step)
@@ -117,12 +127,12 @@ class BucketExchange:
                 residual.add_(part.tensor if scale is None else part.tensor.float() / scale)
 
 
-def spanning_mean(tensor: torch.Tensor, between: Between, _: int) -> None:
+def spanning_mean(tensor: torch.Tensor, between: NodeTopology, _: int) -> None:
     """Averages over NCCL; for :attr:`Part.call`."""
-    Exchange(between, tensor, tensor, "avg", 0).all_reduce()
+    NcclExchange(between, tensor, tensor, "avg", 0).all_reduce()
 
 
-def spanning_coded_mean(call: CodedCall, between: Between, step: int) -> None:
+def spanning_coded_mean(call: CodedCall, between: NodeTopology, step: int) -> None:
     """Averages compressed over NCCL; for :attr:`Part.call`."""
     all_reduce(between, False, replace(call, step=step))
 
@@ -143,3 +153,449 @@ def parties(group: Group) -> tuple[int, int]:
     node = next(ranks for ranks in group.nodes if group.rank in ranks)
     carries = node.index(group.rank) < group.stripes
     return (len(group.nodes), group.stripes) if carries else (1, 1)
+
+
+# Plans exchanges: which operations a bucket's parameters need.
+#
+# A bucket is a flat tensor with the gradients of some parameters, in order. Each compressed
+# parameter has its own operation, so that blocks, selections and owners follow the parameter.
+# Neighbouring uncompressed parameters share an operation.
+
+
+class Planner:
+    """Makes a bucket's exchange once, and again if buckets, the step's phase or the scale change.
+
+    Args:
+        compression: compression of parameters that are not dense; None compresses nothing.
+        parameters: the model's parameters.
+        residuals: their residuals.
+        tag: a number that distinguishes these exchanges from others on the group.
+    """
+
+    def __init__(
+        self,
+        compression: Compression | None,
+        parameters: Parameters,
+        residuals: Residuals,
+        tag: int,
+    ) -> None:
+        self._compression = compression
+        self._parameters = parameters
+        self._residuals = residuals
+        self._tag = tag
+        # By a bucket's address and parameters: phase, the scale's address, the bucket's dtype and
+        # number of elements, and the exchange.
+        self._made: dict[tuple[int, ...], tuple[tuple[object, ...], BucketExchange]] = {}
+        self._planned: set[int] = set()  # parameters that have been in a bucket
+
+    def exchange_of(
+        self,
+        key: tuple[int, ...],
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        begins: Sequence[int] | None,
+        step: int,
+        scale: torch.Tensor | None,
+        group: Group,
+    ) -> BucketExchange:
+        """Returns a bucket's exchange.
+
+        Args:
+            key: address of the bucket, and ids of its parameters.
+            buffer: the bucket.
+            parameters: the parameters of its gradients.
+            begins: the offset of each gradient, if there are gaps between them.
+            step: number of the step since compression began, from 0; negative before.
+            scale: the loss scale, as a tensor on the same device; None if gradients are not scaled.
+            group: the group that exchanges.
+
+        Raises:
+            ValueError: `buffer` does not consist of the parameters' gradients.
+        """
+        phase = max(-1, min(step, getattr(self._compression, "density_steps", 0)))
+        scaled = 0 if scale is None else scale.data_ptr()
+        state = (phase, scaled, buffer.dtype, buffer.numel())
+        found = self._made.get(key)
+        if found is not None and found[0] == state:
+            return found[1]
+        if found is None:  # DDP has new buckets: free the old ones' memory
+            ids = set(key[1:])
+            for old in [k for k in self._made if not ids.isdisjoint(k[1:])]:
+                del self._made[old]
+        entries = self._parameters.of(parameters)
+        if begins is None:
+            begins = list(itertools.accumulate((e.numel for e in entries[:-1]), initial=0))
+        _check_bucket(buffer, entries, begins)
+        stand_in = HostMirror(buffer) if group._exchanges_on_host(buffer.device) else None
+        flat = buffer if stand_in is None else stand_in.host
+        parts = self._parts(flat, entries, begins, step, scale, group)
+        exchange = BucketExchange(parts, stand_in)
+        operations.debug(
+            "rank %d: bucket of %d bytes, %s: %d operations, %s, at most %d bytes in",
+            group.rank,
+            buffer.nbytes,
+            buffer.dtype,
+            len(exchange),
+            self._compression if step >= 0 else None,
+            exchange.wire_bytes,
+        )
+        self._made[key] = (state, exchange)
+        return exchange
+
+    def knows(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
+        """True if the bucket has an exchange already."""
+        return (buffer.data_ptr(), *map(id, parameters)) in self._made
+
+    def follow_formats(self, parameters: Sequence[torch.Tensor], rebuilt: bool) -> None:
+        """Adapts residuals to new memory formats, or raises if the bucket has old ones.
+
+        DDP makes buckets in the parameters' memory formats, and makes new ones once. It reads
+        results in the present formats, so a bucket must have those.
+
+        Args:
+            parameters: the parameters of the bucket.
+            rebuilt: True if the bucket is new; see :meth:`knows`.
+        """
+        for parameter in parameters:
+            entry, real = self._parameters[parameter], as_real(parameter)
+            if real.stride() != entry.strides and not same_places(
+                entry.shape, strides := dense_strides(real), entry.strides
+            ):
+                if not rebuilt or id(parameter) not in self._planned:
+                    raise ValueError(
+                        f"parameters must keep their memory format under DistributedDataParallel, "
+                        f"but {entry.name!r} has another one since: change it before wrapping"
+                    )
+                self._residuals.reorder(entry, strides)
+            self._planned.add(id(parameter))
+
+    def _parts(
+        self,
+        flat: torch.Tensor,
+        entries: Sequence[Entry],
+        begins: Sequence[int],
+        step: int,
+        scale: torch.Tensor | None,
+        group: Group,
+    ) -> list[BucketOperation]:
+        """The operations for a bucket; the gradients begin at `begins`."""
+        parts = []
+        first = 0  # the first of the neighbours that share an operation
+        for index, entry in enumerate(entries):
+            if self._compression is None or step < 0 or entry.dense or not entry.numel:
+                continue
+            begin = begins[index]
+            if first < index:
+                end = begins[index - 1] + entries[index - 1].numel
+                parts += self._dense(flat[begins[first] : end], entries[first], group)
+            tensor = flat[begin : begin + entry.numel]
+            parts.append(self._compressed(self._compression, tensor, entry, step, scale, group))
+            first = index + 1
+        if first < len(entries):
+            parts += self._dense(flat[begins[first] :], entries[first], group)
+        return parts
+
+    def _dense(self, tensor: torch.Tensor, first: Entry, group: Group) -> list[BucketOperation]:
+        """The operation for uncompressed neighbours, of which `first` is the first."""
+        if tensor.numel() == 0:
+            return []
+        call: _C.Call | StepFlow
+        if group._spans(tensor.device):
+            call = functools.partial(spanning_mean, tensor)
+        else:
+            call = self._call(tensor, first, _C.Codec(0))
+        return [BucketOperation(call, tensor, {}, dense_wire_bytes(tensor.nbytes, group))]
+
+    def _compressed(
+        self,
+        compression: Compression,
+        tensor: torch.Tensor,
+        entry: Entry,
+        step: int,
+        scale: torch.Tensor | None,
+        group: Group,
+    ) -> BucketOperation:
+        check_compressible(f"gradient of {entry.name or 'a parameter'}", tensor)
+        codec = compression.codec(entry.numel, tensor.dtype, step)
+        kept: dict[str, torch.Tensor] = {}
+        for kind in self._residuals.kinds:
+            kept[kind] = self._residuals.of(entry, kind)
+            before = self._residuals.before(entry, kind)
+            if before is not None:
+                kept[f"{kind}_before"] = before
+        if scale is not None:
+            kept["scale"] = scale
+        call: _C.Call | StepFlow
+        if group._spans(tensor.device):
+            coded = CodedCall(
+                tensor, tensor, compression, "avg", 0, entry.first, density_step=step,
+                hold_unused=True, **kept,
+            )  # fmt: skip
+            call = functools.partial(spanning_coded_mean, coded)
+        else:
+            call = self._call(
+                tensor,
+                entry,
+                codec,
+                momentum=compression.momentum,
+                seed=compression.seed,
+                hold_unused=True,
+                **{name: part.data_ptr() for name, part in kept.items()},
+            )
+        ranks, stripes = parties(group)
+        wire_bytes = compression.wire_bytes(entry.numel, ranks, tensor.dtype, step=step)
+        return BucketOperation(call, tensor, kept, wire_bytes // stripes)
+
+    def _call(self, tensor: torch.Tensor, first: Entry, codec: _C.Codec, **options: Any) -> _C.Call:
+        """An average in place, in rank order; ranks compare tag and place in the model."""
+        defaults = {"residual": 0, "velocity": 0, "momentum": 0.0, "seed": 0}
+        return _C.Call(
+            operation_of("all_reduce", "auto", tensor.dtype, "avg"),
+            count=tensor.numel(),
+            input=tensor.data_ptr(),
+            output=tensor.data_ptr(),
+            codec=codec,
+            step=0,
+            offset=first.first,
+            tag=self._tag,
+            **(defaults | options),
+        )
+
+
+def _check_bucket(buffer: torch.Tensor, entries: Sequence[Entry], begins: Sequence[int]) -> None:
+    count = begins[-1] + entries[-1].numel if entries else 0
+    if buffer.numel() != count or not buffer.is_contiguous():
+        raise ValueError(
+            f"a bucket must hold the {count} elements of its parameters one behind the other, "
+            f"got {buffer.numel()}"
+        )
+
+
+# Running exchanges, by the backward that started them.
+
+
+class BucketFuture(Future[Any]):
+    """The future of a bucket, or of a function that runs after its exchange.
+
+    The end of backward completes it. An earlier wait, as in another hook, completes it, too.
+    ``torch.futures.wait_all`` waits in C++, where nothing completes it.
+    """
+
+    _flight: weakref.ref[PendingExchange] | None = None
+
+    def __init__(self, devices: list[int | str | torch.device] | None = None) -> None:
+        super().__init__(devices=devices)
+        self._devices = devices
+        self.has_follower = False  # True if errors are another future's
+
+    def follow(self, flight: PendingExchange) -> None:
+        """Makes waits for this future wait for the exchange."""
+        self._flight = weakref.ref(flight)
+
+    def is_set(self) -> bool:
+        """True if there is a result."""
+        return bool(super().done())
+
+    def done(self) -> bool:
+        """True if the exchange has ended; see :meth:`torch.futures.Future.done`."""
+        flight = self._flight and self._flight()
+        if flight and flight.work.is_completed() and not self.is_set():
+            flight.wait()
+        return self.is_set()
+
+    def wait(self) -> Any:
+        """See :meth:`torch.futures.Future.wait`; raises the error of the exchange."""
+        flight = self._flight and self._flight()
+        if flight and not self.is_set():
+            flight.wait()
+        return super().wait()
+
+    def then(self, callback: Callable[[Future[Any]], Any]) -> BucketFuture:
+        """See :meth:`torch.futures.Future.then`."""
+        following, flight = BucketFuture(self._devices), self._flight and self._flight()
+        self.has_follower = True
+        if flight:
+            following.follow(flight)
+
+        def run(_: Future[Any]) -> None:
+            try:
+                following.set_result(callback(self))
+            except Exception as error:
+                following.set_exception(error)
+                if flight:
+                    flight.failures.append((following, error))
+
+        self.add_done_callback(run)
+        return following
+
+
+@dataclass
+class PendingExchange:
+    """One bucket's exchange in one step."""
+
+    exchange: BucketExchange
+    work: Work
+    future: BucketFuture
+    buffer: torch.Tensor
+    given_back: bool = False
+    # Errors of functions that were to run after the exchange, by their futures.
+    failures: list[tuple[BucketFuture, Exception]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.future.follow(self)
+
+    def give_back(self) -> None:
+        """Adds the means to residuals, once, as they will not be used."""
+        if not self.given_back:
+            self.given_back = True
+            self.exchange.give_back()
+
+    def wait(self) -> None:
+        """Waits for the exchange, and raises its error if it failed."""
+        self.work.wait()
+        if self.future.is_set():
+            Future.wait(self.future)  # on CUDA only the current stream waits
+        else:
+            self.future.set_result(self.buffer)
+        for future, error in self.failures:
+            if not future.has_follower:
+                raise error
+
+    def wire_bytes(self) -> int:
+        """Bytes that this rank has moved; on CUDA, an upper bound."""
+        return self.work.moved() or self.exchange.wire_bytes
+
+
+class PendingExchanges:
+    """All exchanges that have not been waited for.
+
+    A backward that raises drops its final callbacks without calling them. This distinguishes it
+    from a backward that still runs around another one, as with reentrant checkpoints.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[PendingExchange]] = {}
+        self._ends: dict[int, weakref.ref[functools.partial[None]]] = {}
+
+    def add(self, backward: int, flight: PendingExchange) -> None:
+        """Adds an exchange."""
+        self._of.setdefault(backward, []).append(flight)
+
+    def wait_in_end(self, backward: int, finish: Callable[[int], None]) -> None:
+        """Makes the running backward, which has this number, call `finish` with it at its end."""
+        if backward not in self._ends:
+            end = functools.partial(finish, backward)
+            self._ends[backward] = weakref.ref(end)
+            queue_callback(end)
+
+    def take(self, backward: int) -> list[PendingExchange]:
+        """Removes and returns the exchanges of a backward, to be waited for."""
+        self._ends.pop(backward, None)
+        return self._of.pop(backward, [])
+
+    def take_dropped(self) -> list[PendingExchange]:
+        """Removes and returns the exchanges of backwards that have raised."""
+        raised = [backward for backward, end in self._ends.items() if end() is None]
+        return [flight for backward in raised for flight in self.take(backward)] if raised else []
+
+    def clear(self) -> None:
+        """Removes all exchanges."""
+        self._of.clear()
+        self._ends.clear()
+
+
+# The launch of a bucket's exchange, with what traces, records and errors say about it.
+
+
+@contextlib.contextmanager
+def launching(
+    group: Group,
+    number: int,
+    bucket: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    model: Parameters,
+) -> Iterator[None]:
+    """Surrounds the launch of a bucket's exchange on `group`.
+
+    Traces show it as a range, and records and errors of its operations name the parameters.
+    """
+    core = group._core
+    core.subject = model.subject(parameters)
+    try:
+        with record_range(
+            group, f"bucket {number}", functools.partial(model.describe, bucket, parameters)
+        ):
+            yield
+    finally:
+        core.subject = ""
+
+
+# A training step as a state has seen it, with the time for which backward has waited.
+
+
+@dataclass
+class StepStatistics:
+    """One step.
+
+    Attributes:
+        scale: the loss scale, if gradients are scaled.
+        parameters: ids of the parameters that have been exchanged in it.
+        flights: their exchanges.
+        bytes_in: bytes of gradients that shards average.
+        bytes_wire: bytes that this rank reads or receives for that, and for new parameters.
+        undecided: True if it is not known that all ranks may take the step.
+        waited: seconds for which backward has only waited for them, on the CPU.
+    """
+
+    scale: torch.Tensor | None = None
+    parameters: set[int] = field(default_factory=set)
+    flights: list[PendingExchange] = field(default_factory=list)
+    bytes_in: int = 0
+    bytes_wire: int = 0
+    undecided: bool = False
+    waited: float = 0.0
+    _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Waits until no exchange uses memory any more, whether it has succeeded or not."""
+        for flight in self.flights:
+            with contextlib.suppress(PycommError):
+                flight.work.wait()
+
+    def give_back(self) -> None:
+        """Adds the means, which will not be used, to residuals, so that nothing is lost."""
+        for flight in self.flights:
+            flight.give_back()
+
+    def give_back_if_failed(self) -> None:
+        """After a failure of the group: does so with the means of completed exchanges.
+
+        On CUDA nothing is given back: it is not known which exchanges have completed.
+        """
+        landed, failed = [], self.undecided
+        for flight in self.flights:
+            try:
+                flight.work.wait()
+            except PycommError:
+                failed = True
+            else:
+                landed.append(flight)
+        for flight in landed if failed else ():
+            if flight.buffer.is_cpu:
+                flight.give_back()
+
+    def time_stream(self, stream: torch.cuda.Stream) -> None:
+        """Records the ends of backward and of the exchanges on their streams."""
+        begin: torch.cuda.Event
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record(torch.cuda.current_stream(stream.device))
+        end.record(stream)
+        self._waits.append((begin, end))
+
+    def exposed(self) -> float:
+        """Seconds for which backward has waited, on the CPU and on CUDA."""
+        exposed = self.waited
+        for begin, end in self._waits:
+            end.synchronize()
+            exposed += max(begin.elapsed_time(end), 0.0) / 1e3
+        return exposed

@@ -14,9 +14,9 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from pycomm._runtime.host import huge_page_zeros
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.parameters import dense_strides
-from pycomm._training.zeros import zeros
 
 ALIGN = 64  # elements: places begin at whole cache lines in every type, 8-bit states included
 
@@ -53,7 +53,7 @@ class Piece:
         parameter.grad = gradient
         self._given[view.data_ptr()] = TensorWeakRef(gradient)
 
-    def vacate(self, address: int) -> None:
+    def evict_user_grad(self, address: int) -> None:
         """Moves away a gradient that the user has kept, before its memory is overwritten."""
         last = self._given.pop(address, None)
         kept: torch.Tensor | None = last() if last is not None else None
@@ -63,7 +63,7 @@ class Piece:
     def clear(self) -> None:
         """Zeroes the memory of all gradients; gradients in use move away first."""
         for address in list(self._given):
-            self.vacate(address)
+            self.evict_user_grad(address)
         self.gradients.zero_()
 
 
@@ -98,7 +98,7 @@ class Place(NamedTuple):
         piece = self.piece
         if piece.parameters is None:
             length, kind = len(piece.gradients), piece.kind
-            piece.parameters = zeros(length, kind.dtype, kind.device)
+            piece.parameters = huge_page_zeros(length, kind.dtype, kind.device)
         view = self.of(piece.parameters, parameter)
         parameter.data = with_own_storage(view.copy_(parameter.detach()))
         if parameter not in _homes:
@@ -235,10 +235,10 @@ def put(parameter: torch.Tensor, view: torch.Tensor, piece: Piece) -> None:
     """Moves the parameter's gradient to `view`; a missing one counts as zeros, stays missing."""
     gradient, address = parameter.grad, view.data_ptr()
     if gradient is None:
-        piece.vacate(address)
+        piece.evict_user_grad(address)
         view.zero_()
     elif gradient.data_ptr() != address:
-        piece.vacate(address)
+        piece.evict_user_grad(address)
         view.copy_(gradient.detach())
         piece.give(parameter, view)
 

@@ -3,23 +3,507 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm._inputs.arguments import check_whole
-from pycomm._training.comm_state import CommState, NamedParameters
-from pycomm._training.inner_optimizers import InnerOptimizers
-from pycomm._training.local_rounds import LocalRounds
-from pycomm._training.outer import Outer, Rule
-from pycomm._training.parameters import Exclude, Parameters, check_exchangeable, ignored
+from pycomm._inputs import check_whole
+from pycomm._runtime import host
+from pycomm._runtime.torch_private import not_compiled
+from pycomm._training.agree import check_same, checksum, source_rank
+from pycomm._training.comm_state import CommState, NamedParameters, check_successor
+from pycomm._training.hook_state import HookState
+from pycomm._training.outer import InnerOptimizers, Outer, Rule
+from pycomm._training.parameters import (
+    Exclude,
+    Parameters,
+    check_exchangeable,
+    describe_tensor,
+    ignored,
+)
 from pycomm._training.residuals import FORMAT
 from pycomm._training.saved_state import LOCAL_SGD, saved_kind
+from pycomm._training.step_guard import STEPPED_BY_SOME
+from pycomm.collectives import all_gather
 from pycomm.compression import Compression
+from pycomm.errors import Mismatch
 from pycomm.group import Group
+
+# Reports that ranks compare before they exchange parameters.
+
+
+class LocalSGDStatus(NamedTuple):
+    """The progress of a rank.
+
+    Attributes:
+        steps: number of steps it has made.
+        period: steps from one exchange to the next.
+        options: a hash of the other options.
+        parameters: a fingerprint of the parameters that all ranks should have in common.
+        pending: steps since the last exchange.
+        left: 1 if it has no more batches.
+    """
+
+    steps: int
+    period: int
+    options: int
+    parameters: int
+    pending: int
+    left: int
+
+    def fits(self, other: LocalSGDStatus) -> bool:
+        """True if the two ranks may exchange parameters."""
+        here, there = self[1:4], other[1:4]
+        return here == there and (bool(self.left) or self.steps == other.steps)
+
+    def __str__(self) -> str:
+        return (
+            f"at step {self.steps}, period {self.period}, options {self.options:08x}, "
+            f"parameters {self.parameters:08x}"
+        )
+
+
+def compare(mine: LocalSGDStatus, group: Group) -> list[LocalSGDStatus]:
+    """Collects every rank's report, in rank order; a collective call.
+
+    Raises:
+        pycomm.Mismatch: the reports do not fit each other.
+    """
+    table = host.empty(group.size, len(mine), dtype=torch.int64)
+    all_gather(table, host.tensor(mine), group=group)
+    reports = [LocalSGDStatus(*row) for row in table.tolist()]
+    against = next((rank for rank, report in enumerate(reports) if not report.left), 0)
+    for rank, report in enumerate(reports):
+        if not report.fits(reports[against]):
+            raise Mismatch(
+                f"ranks must exchange parameters at the same step, with the same settings and "
+                f"from the same parameters: rank {against} {reports[against]}, rank {rank} "
+                f"{report}",
+                rank=rank,
+                operation="local_sgd",
+            )
+    return reports
+
+
+# Local SGD in backward: most steps leave gradients alone, the first ones may exchange them.
+
+
+class LocalGradients(HookState):
+    """Takes the gradients of a model whose ranks exchange parameters.
+
+    Args:
+        parameters: the model's parameters.
+        gradient_steps: the number of first steps, the warm-up, that exchange gradients.
+        group: the ranks that do so.
+        inner_group: ranks that exchange gradients in every step after the warm-up, or None.
+
+    Attributes:
+        steps: the number of steps so far.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        gradient_steps: int,
+        group: Group,
+        inner_group: Group | None,
+    ) -> None:
+        self.steps = 0
+        self._parameters = parameters
+        self._gradient_steps = gradient_steps
+        # These average gradients, during the warm-up and after it.
+        self._early = CommState(group=group) if gradient_steps else None
+        self._late = None if inner_group is None else CommState(group=inner_group)
+        self._had_backward = False
+
+    def exchanges(self, tensor: torch.Tensor) -> bool:
+        """True for a parameter that ranks exchange."""
+        return id(tensor) in self._parameters.entries
+
+    @property
+    def gradient_group(self) -> Group | None:
+        """The group that exchanges gradients in this step, or None."""
+        gradients = self._gradients
+        return None if gradients is None else gradients.group
+
+    def start(
+        self,
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        backward: int = -1,
+        *,
+        begins: Sequence[int] | None = None,
+    ) -> Future[Any]:
+        """Takes a bucket of gradients, and exchanges it only if this step exchanges gradients.
+
+        See :meth:`CommState.start`.
+        """
+        gradients = self._note_backward(parameters)
+        if gradients is not None:
+            return gradients.start(buffer, parameters, backward, begins=begins)
+        return _done(buffer)
+
+    @not_compiled
+    def start_in_backward(
+        self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> Future[Any]:
+        """See :meth:`start` and :meth:`CommState.start_in_backward`."""
+        gradients = self._note_backward(parameters)
+        if gradients is not None:
+            return gradients.start_in_backward(buffer, parameters)
+        return _done(buffer)
+
+    def finish(self, backward: int = -1) -> None:
+        """See :meth:`CommState.finish`."""
+        if self._gradients is not None:
+            self._gradients.finish(backward)
+
+    def give_back(self) -> None:
+        """See :meth:`CommState.give_back`."""
+        if self._gradients is not None:
+            self._gradients.give_back()
+
+    def should_commit(self, ready: bool = True) -> bool:
+        """Decides whether a step of the optimizer is taken, before the optimizer's step.
+
+        In the warm-up, or with `inner_group`, all ranks that exchange gradients take the step or
+        none does; see :meth:`CommState.should_commit`. Otherwise every rank decides for itself:
+        this returns `ready`. Call :meth:`step` after a step that is not taken, too.
+        """
+        if not isinstance(ready, bool):
+            raise TypeError(f"ready must be True or False, got {ready!r}")
+        gradients = self._gradients
+        return ready if gradients is None else gradients.should_commit(ready)
+
+    @property
+    def _gradients(self) -> CommState | None:
+        return self._early if self.steps < self._gradient_steps else self._late
+
+    def _note_backward(self, parameters: Sequence[torch.Tensor]) -> CommState | None:
+        if not self._had_backward:
+            self._parameters.of(parameters)  # raises if they are another model's
+        self._had_backward = True
+        return self._gradients
+
+
+def _done(buffer: torch.Tensor) -> Future[Any]:
+    future: Future[Any] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+    future.set_result(buffer)
+    return future
+
+
+# Local SGD after the optimizer: when ranks exchange parameters, and which of them count.
+
+
+class _Account(NamedTuple):
+    """What a rank brings to a new group.
+
+    Attributes:
+        is_new: True if it has not trained with any of the others.
+        came_late: True if its steps of this round do not count.
+        steps: the number of its steps.
+        pending: those of this round.
+        owed: True if it has failed in an exchange.
+        agreements: how many times it has had the same parameters as the others.
+        anchored: True if it has what all had in common.
+        divides: True if it has an `inner_group`.
+        number: of its parameters and options.
+    """
+
+    is_new: int
+    came_late: int
+    steps: int
+    pending: int
+    owed: int
+    agreements: int
+    has_snapshot: int
+    divides: int
+    number: int
+
+
+class LocalRounds(LocalGradients):
+    """Counts steps, and exchanges parameters when a round of them is over.
+
+    Args:
+        parameters: the model's parameters.
+        optimizers: change them.
+        outer: what ranks have in common.
+        differences: exchanges parameters.
+        period: the steps of a round.
+        options: a hash of all other options.
+        gradient_steps: see :class:`LocalGradients`.
+        inner_group: see :class:`LocalGradients`.
+
+    Attributes:
+        period: steps from one exchange to the next.
+        steps: the number of steps so far.
+        agreements: how many times all ranks have had the same (outer) parameters: steps of the
+            warm-up, and exchanges.
+        joining: True inside of :meth:`join`.
+    """
+
+    # Ranks; True from the call of exchange() to its success; True until this rank has what others
+    # have in common; and True on such a rank until the round in which it came is over. States that
+    # were pickled by older versions have none of these.
+    _changes_lost, _owed, _is_new, _came_late = 0, False, False, False
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        optimizers: InnerOptimizers,
+        outer: Outer,
+        differences: CommState,
+        period: int,
+        options: str,
+        gradient_steps: int,
+        inner_group: Group | None,
+    ) -> None:
+        super().__init__(parameters, gradient_steps, differences.group, inner_group)
+        self.period = period
+        self.agreements = 0
+        self._optimizers, self._outer, self._differences = optimizers, outer, differences
+        self._options = options
+        self._pending = 0  # steps since the last exchange
+        self.joining = self._left = self._shown = False
+        self._stepped: set[int] = set()  # numbers of optimizers, since the last step()
+        self._optimizers.watch(self)
+
+    @property
+    def group(self) -> Group:
+        """The group whose ranks exchange parameters."""
+        return self._differences.group
+
+    @not_compiled
+    @host.makes_lasting
+    def step(self) -> bool:
+        """Counts a step, and exchanges if it is time. Call it after every step of the optimizer.
+
+        A step that a GradScaler has skipped counts, too, as other ranks may not have skipped it.
+
+        Returns:
+            True if all ranks have the same (outer) parameters now.
+
+        Raises:
+            RuntimeError: there has been no backward of the model since the last call.
+            The errors of :meth:`exchange`.
+        """
+        if not self._had_backward:
+            raise RuntimeError(
+                "step() must come once after every optimizer step, and after a backward of a model "
+                "that leaves its gradients to this state: call register(model), or pass "
+                "local_sgd= to pycomm.DataParallel"
+            )
+        self._had_backward = False
+        self._stepped.clear()
+        self.steps += 1
+        if self.steps <= self._gradient_steps:
+            self.agreements += 1
+            return True
+        self._pending += 1
+        return self._is_due and self.exchange()
+
+    @not_compiled
+    @host.makes_lasting
+    def exchange(self) -> bool:
+        """Exchanges now, at any point of the period: after training or before an evaluation.
+
+        All ranks must call this. It does nothing if no rank has made a step since the last
+        exchange. If the group fails, all ranks that survive have taken the outer step, or none;
+        then nothing has changed, and :meth:`regroup` goes on.
+
+        Returns:
+            True if there was an exchange.
+
+        Raises:
+            pycomm.Mismatch: ranks are not at the same step, or differ in their settings or in the
+                parameters that they had in common.
+            The errors of :func:`pycomm.all_reduce`.
+        """
+        if self.steps < self._gradient_steps:
+            return False
+        self._owed = True
+        reports = self._meet()
+        self._owed = False
+        return any(report.pending for report in reports)
+
+    @not_compiled
+    @host.makes_lasting
+    def regroup(self, group: Group) -> None:
+        """Goes on with another group: a smaller one after a failure, or one that has grown.
+
+        All ranks of the new group call this. Each keeps its parameters, the changes that it has
+        made since the last exchange, its optimizer states and its residuals. All count as many
+        steps as the one that has made most. If any of them has failed in an exchange, in
+        :meth:`step` or in :meth:`exchange`, it is made now. What lost ranks had changed since the
+        last exchange is lost, and so are their residuals; :meth:`stats` counts both.
+
+        Newcomers call this with the state that they have just made in `group`. They get the
+        parameters after the last exchange and the outer momentum; without compression,
+        `outer_lr` and `outer_momentum`, the present parameters of the first rank that is not new.
+        If others have made steps since the last exchange, newcomers count from the next one on.
+
+        Raises:
+            TypeError: `group` is no group.
+            ValueError: this is called inside of :meth:`join`; there is an `inner_group`, on any
+                rank; or this newcomer has other parameters or options than the others.
+            RuntimeError: only some ranks took the last step of the warm-up; on all ranks.
+            pycomm.CollectiveError: a newcomer has others: shrink the group.
+            The errors of :meth:`exchange`.
+        """
+        self._check_not_shown()
+        if self.joining:
+            raise ValueError("regroup must be called outside of join(): leave it, and join anew")
+        check_successor(group)
+        self._is_new |= group is self.group and not (self.steps or self._had_backward)
+        accounts = self._compare_accounts(group)
+        if self._pending:
+            left = sum(not account.is_new for account in accounts)
+            self._changes_lost += max(self.group.size - left, 0)
+        for state in (self._differences, self._early):
+            if state is not None:
+                state.regroup(group)
+        self._outer.doubt()
+        self._had_backward = False
+        self._stepped.clear()
+        self._adopt(accounts)
+        if self._owed:
+            self.exchange()
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Surrounds a training loop in which ranks may have different numbers of batches.
+
+        A rank that has no more batches takes part in the others' exchanges. It counts in the mean
+        only if it has made steps since its last exchange. At the end all ranks have the same
+        parameters.
+
+        Raises:
+            ValueError: in the warm-up, with `inner_group` or with `local_residuals`.
+        """
+        if self._outer.rule.local_residuals:
+            raise ValueError(
+                "join() must come without local_residuals: residuals would be scaled to the ranks "
+                "that still have batches"
+            )
+        if self.steps < self._gradient_steps or self._late is not None:
+            raise ValueError(
+                "join() must come after the warm-up, and without inner_group: gradients are "
+                "exchanged there in every step"
+            )
+        self.joining = True
+        try:
+            yield
+            self._left = True
+            reports = self._meet()
+            while not all(report.left for report in reports):
+                reports = self._meet()
+            self.steps = max(report.steps for report in reports)
+        finally:
+            self.joining = self._left = False
+
+    @property
+    def _is_due(self) -> bool:
+        """True if a period ends with the last step."""
+        return (self.steps - self._gradient_steps) % self.period == 0
+
+    def _compare_accounts(self, group: Group) -> list[_Account]:
+        """Collects every rank's account, in rank order; a collective call."""
+        named = zip(self._parameters.tensors, self._parameters.entries.values(), strict=True)
+        lines = [f"period={self.period}", self._options]
+        lines += [describe_tensor(entry.name, tensor) for tensor, entry in named]
+        mine = _Account(
+            self._is_new,
+            self._came_late,
+            self.steps,
+            self._pending,
+            self._owed,
+            self.agreements,
+            self._outer.has_snapshot,
+            self._late is not None,
+            checksum(lines),
+        )
+        table = host.empty(group.size, len(mine), dtype=torch.int64)
+        all_gather(table, host.tensor(mine), group=group)
+        accounts = [_Account(*row) for row in table.tolist()]
+        if any(account.divides for account in accounts):
+            raise ValueError("inner_group must be None to go on with another group")
+        news = [bool(account.is_new) for account in accounts]
+        if any(news):
+            numbers = [account.number for account in accounts]
+            check_same(lines, numbers, news, group, "params and options of LocalSGDState")
+        return accounts
+
+    def _adopt(self, accounts: Sequence[_Account]) -> None:
+        """Makes all ranks count as the one that has made most steps, and gives new ones the rest.
+
+        All ranks must call this.
+        """
+        others = [account for account in accounts if not account.is_new] or accounts
+        if len({account.agreements for account in others}) > 1:
+            raise RuntimeError(STEPPED_BY_SOME)
+        news = [bool(account.is_new) for account in accounts]
+        source = source_rank(news)
+        if any(news):
+            has_snapshot = any(account.has_snapshot for account in others)
+            self._outer.hand_on(source, self._is_new, has_snapshot, self.group)
+        self.steps = max(account.steps for account in accounts)
+        self._pending = max(account.pending for account in accounts)
+        self._owed = any(account.owed for account in accounts)
+        self.agreements = accounts[source].agreements
+        counts = any(account.pending and not account.came_late for account in others)
+        self._came_late = counts and (self._is_new or self._came_late)
+        self._is_new = False
+
+    def _check_not_shown(self) -> None:
+        if self._shown:
+            raise RuntimeError("this must not be called inside of outer_parameters()")
+
+    def before_step(self, number: int) -> None:
+        """Runs before each step of the optimizer with this number."""
+        self._check_not_shown()
+        if number in self._stepped:
+            raise RuntimeError(
+                "step() of the LocalSGDState must be called after every step of the optimizer"
+            )
+        self._stepped.add(number)
+        if self.steps >= self._gradient_steps and not self._outer.has_snapshot:
+            self._outer.snapshot()
+
+    def _meet(self) -> list[LocalSGDStatus]:
+        """Exchanges if any rank has made a step; returns every rank's report from before."""
+        self._check_not_shown()
+        self._optimizers.check(self._parameters)
+        if not self._outer.has_snapshot:
+            self._outer.snapshot()
+        reports = compare(self._report(), self.group)
+        active = sum(report.pending > 0 for report in reports)
+        if active:
+            # Local residuals belong to this rank's parameters, so they must not be scaled.
+            scaled = 1.0 if self._outer.rule.local_residuals else self.group.size / active
+            self._outer.exchange(self._differences, scaled if self._counted else 0.0)
+            self._pending, self._came_late = 0, False
+            self.agreements += 1
+        return reports
+
+    def _report(self) -> LocalSGDStatus:
+        fingerprint = self._outer.fingerprint()
+        options = zlib.crc32(self._options.encode())
+        return LocalSGDStatus(
+            self.steps, self.period, options, fingerprint, self._counted, self._left
+        )
+
+    @property
+    def _counted(self) -> int:
+        """The steps of this round, if they count."""
+        return 0 if self._came_late else self._pending
+
+
+# Local SGD: exchanges parameters every few steps instead of gradients in every step.
 
 
 class LocalSGDState(LocalRounds):

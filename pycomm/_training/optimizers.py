@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from pycomm._training.cuts import Range
+    from pycomm._training.shards import OwnedRange
     from pycomm.group import Group
 
 
@@ -42,7 +42,7 @@ class Optimizer(Protocol):
     def undo_step(self) -> None:
         """Gives parts of the parameters their values before a step that failed."""
 
-    def to_restore(self, owners: Mapping[int, int]) -> list[tuple[torch.Tensor, list[Range]]]:
+    def to_restore(self, owners: Mapping[int, int]) -> list[tuple[torch.Tensor, list[OwnedRange]]]:
         """Parameters that ranks must send each other after that."""
 
     def follow_parts(self, group: Group, owners: Mapping[int, int], restores: bool) -> None:

@@ -7,21 +7,157 @@ the same bits and get the same mean end with the same bits, on any processor.
 from __future__ import annotations
 
 import contextlib
+import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pycomm._training.all_or_none import on_all_or_none
 from pycomm._training.buckets import broadcast_all, partition
 from pycomm._training.comm_state import CommState
-from pycomm._training.inner_optimizers import InnerOptimizers
+from pycomm._training.exchange import StepStatistics
 from pycomm._training.parameters import Entry, Parameters
 
 if TYPE_CHECKING:
     from pycomm.group import Group
+
+# Exchanges that count on all ranks that survive, or on none of them.
+
+
+@contextlib.contextmanager
+def on_all_or_none(state: CommState) -> Iterator[None]:
+    """Surrounds exchanges whose results are used only afterwards.
+
+    At the end all ranks decide whether the exchanges count. If the group fails before, the state
+    is as it was, and can repeat them in a smaller group.
+    """
+    step, residuals = state.step, state._residuals.copy()
+    try:
+        yield
+        if state.group._decides:
+            state.group.should_commit()
+    except BaseException:  # also if this rank is interrupted
+        state._now.wait()
+        state._now = StepStatistics()
+        state._flying.clear()
+        state._residuals.restore(residuals)
+        state.step = step
+        raise
+
+
+# The optimizers that change parameters between two exchanges of local SGD.
+
+
+class Watcher(Protocol):
+    """An object that hears of steps."""
+
+    def before_step(self, number: int) -> None:
+        """Runs before each step of the optimizer with this number."""
+
+
+class InnerOptimizers:
+    """Optimizers of the same model.
+
+    Args:
+        given: an optimizer, or several. Wrappers of accelerate and Lightning count as what they
+            wrap.
+
+    Raises:
+        TypeError: `given` is something else.
+    """
+
+    def __init__(self, given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
+        several: Iterable[object] = given if isinstance(given, Iterable) else (given,)
+        self._optimizers = [_unwrapped(each) for each in several]
+        self._owner: dict[int, torch.optim.Optimizer] = {}  # by the parameter's id
+        if not self._optimizers:
+            raise TypeError("optimizer must be an optimizer or several, got none")
+
+    def check(self, parameters: Parameters) -> None:
+        """Checks that they change just these parameters, each of them one.
+
+        Raises:
+            ValueError: they do not.
+        """
+        owner: dict[int, torch.optim.Optimizer] = {}
+        for optimizer in self._optimizers:
+            for param in _params_of(optimizer):
+                if id(param) not in parameters.entries and param.requires_grad:
+                    raise ValueError(
+                        "params must name every parameter that the optimizer changes; one of shape "
+                        f"{tuple(param.shape)} is not among them"
+                    )
+                if id(param) in owner:
+                    name = parameters[param].name
+                    raise ValueError(f"optimizer must be one for each parameter, got two of {name}")
+                owner[id(param)] = optimizer
+        for param in parameters.tensors:
+            if id(param) not in owner and param.requires_grad:
+                raise ValueError(
+                    f"optimizer must change all of params, but does not have "
+                    f"{parameters[param].name}: pass all optimizers of the model as a list"
+                )
+        self._owner = owner
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tells `watcher`, while it lives, before each step."""
+        me = weakref.ref(watcher)
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.register_step_pre_hook(_teller(me, number))
+
+    def weights_of(self, param: torch.Tensor) -> torch.Tensor:
+        """A parameter's weights at its optimizer's full precision; not a copy."""
+        optimizer = self._of(param)
+        if hasattr(optimizer, "full_weights"):
+            weights: torch.Tensor = optimizer.full_weights(param)
+            return weights
+        return param.detach()
+
+    def set_weights_of(self, param: torch.Tensor, weights: torch.Tensor) -> None:
+        """Sets a parameter, and its optimizer's full-precision weights of it, to `weights`."""
+        optimizer = self._of(param)
+        if hasattr(optimizer, "set_full_weights"):
+            optimizer.set_full_weights(param, weights)
+        else:
+            param.detach().copy_(weights)
+
+    def _of(self, param: torch.Tensor) -> torch.optim.Optimizer:
+        """The optimizer that changes a parameter; the first one if it is frozen."""
+        return self._owner.get(id(param), self._optimizers[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying: without ids, which differ for other objects."""
+        return {**vars(self), "_owner": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._owner = {id(p): each for each in self._optimizers for p in _params_of(each)}
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _unwrapped(given: Any) -> torch.optim.Optimizer:
+    optimizer = given
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {given!r}")
+    return optimizer
+
+
+def _teller(watcher: weakref.ref[Watcher], number: int) -> Callable[..., None]:
+    def tell(*_: Any) -> None:
+        if (alive := watcher()) is not None:
+            alive.before_step(number)
+
+    return tell
+
+
+# The outer step of local SGD, and the parameters that ranks have had in common since the last one.
 
 _PIECE_BYTES = 25 << 20
 
@@ -81,7 +217,7 @@ class _Piece:
         parts = torch.split(flat, [entry.numel for entry in self._entries])
         return {e.name: e.view(part) for e, part in zip(self._entries, parts, strict=True)}
 
-    def anchor(self, optimizers: InnerOptimizers, rule: Rule) -> None:
+    def snapshot(self, optimizers: InnerOptimizers, rule: Rule) -> None:
         """Records the present parameters as those that all ranks have in common."""
         dtype, device = self.kind
         self.last = torch.empty(self.count, dtype=dtype, device=device)
@@ -160,15 +296,15 @@ class Outer:
         self._checked = False  # True once ranks have compared fingerprints
 
     @property
-    def anchored(self) -> bool:
+    def has_snapshot(self) -> bool:
         """True if an exchange has all that it needs to know of the past."""
         return not self.rule.on_differences or self._pieces[0].last is not None
 
     @torch.no_grad()
-    def anchor(self) -> None:
+    def snapshot(self) -> None:
         """Records the present parameters as those that all ranks have in common."""
         for piece in self._pieces:
-            piece.anchor(self._optimizers, self.rule)
+            piece.snapshot(self._optimizers, self.rule)
         self._checked = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,21 +351,21 @@ class Outer:
             piece.advance(self._optimizers, self.rule, mean, self._residuals(piece, comm))
 
     @torch.no_grad()
-    def hand_on(self, source: int, receives: bool, anchored: bool, group: Group) -> None:
+    def hand_on(self, source: int, receives: bool, has_snapshot: bool, group: Group) -> None:
         """Sends what ranks have in common to those that receive it; a collective call.
 
         Args:
             source: the rank that sends it: parameters after the last exchange, and the momentum. If
                 there are none, it sends its present parameters.
             receives: True if this rank is to have them.
-            anchored: True if any rank that does not receive them is anchored.
+            has_snapshot: True if any rank that does not receive them has a snapshot.
             group: the ranks.
         """
         receives = receives and group.rank != source
         for piece in self._pieces if receives else ():
             piece.last = piece.velocity = None
-        if anchored and not self.anchored:
-            self.anchor()
+        if has_snapshot and not self.has_snapshot:
+            self.snapshot()
         for piece in self._pieces:
             if piece.last is None:
                 flat = self._buffer(piece)
@@ -281,7 +417,7 @@ class Outer:
         for piece in self._pieces:
             piece.last = piece.velocity = None
             if dump:
-                piece.anchor(self._optimizers, self.rule)
+                piece.snapshot(self._optimizers, self.rule)
             for kind, saved in dump.items():
                 for name, place in piece.views(getattr(piece, kind)).items():
                     place.copy_(saved[name])

@@ -1,7 +1,5 @@
 """Two copies of each rank's tensors, so that they outlive the rank.
 
-Where the copies are: pycomm/_training/node_replicas.py and spanning_replicas.py.
-
 Before a step changes its tensors and the parameters, a rank copies them. After the step, all ranks
 decide together whether it counts. So no rank begins a step before the last one is decided, and if
 a step does not count, the copies are whole.
@@ -10,7 +8,11 @@ a step does not count, the copies are whole.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import mmap
+import os
+import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,16 +20,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pycomm._inputs import host
+from pycomm import _C
+from pycomm._nccl.collectives import launch
+from pycomm._runtime import host
 from pycomm.collectives import all_reduce
 
 if TYPE_CHECKING:
+    from pycomm._work import Work
     from pycomm.group import Group
 
 _LINE = 64  # bytes
 
 
-class Kind(NamedTuple):
+class StateKind(NamedTuple):
     """A tensor of which every rank has a part.
 
     Attributes:
@@ -73,8 +78,8 @@ class Replicas(ABC):
         self,
         group: Group,
         tensors: Sequence[torch.Tensor],
-        kinds: Sequence[Kind],
-        parameters: Sequence[Kind],
+        kinds: Sequence[StateKind],
+        parameters: Sequence[StateKind],
         label: str,
     ) -> None:
         self._group, self._rank, self.steps = group, group.rank, 0
@@ -98,8 +103,8 @@ class Replicas(ABC):
     @abstractmethod
     def _allocate(
         self,
-        kinds: Sequence[Kind],
-        parameters: Sequence[Kind],
+        kinds: Sequence[StateKind],
+        parameters: Sequence[StateKind],
         until_made: contextlib.ExitStack,
     ) -> Exception | None:
         """Allocates `tensors` and their copies; all ranks call this.
@@ -155,17 +160,293 @@ class Replicas(ABC):
         """The ranks that have a rank's tensors, itself first."""
 
 
-def places_of(kinds: Sequence[Kind], rank: int, first: int) -> list[int]:
+def places_of(kinds: Sequence[StateKind], rank: int, first: int) -> list[int]:
     """Where each tensor of a rank begins behind `first`, in whole cache lines, and their end."""
     lines = (-(-kind.nbytes(rank) // _LINE) * _LINE for kind in kinds)
     return list(itertools.accumulate(lines, initial=first))
 
 
 def views_in(
-    memory: torch.Tensor, kinds: Sequence[Kind], rank: int, first: int
+    memory: torch.Tensor, kinds: Sequence[StateKind], rank: int, first: int
 ) -> list[torch.Tensor]:
     """A rank's tensors in memory, at these places."""
     return [
         memory[begin : begin + kind.nbytes(rank)].view(kind.dtype)
         for begin, kind in zip(places_of(kinds, rank, first), kinds, strict=False)
     ]
+
+
+# Two copies of each rank's tensors, in memory that outlives the rank, on one node.
+#
+# The ranks of a node map a file of each of them. It has no name, and lasts as long as any rank maps
+# it: when a rank is lost, the others still read its tensors.
+#
+#     | number of the step that the rank has begun | tensors | tensors and parameters before it |
+#
+# Before a step, a rank makes the copies, and then writes the step's number. If a rank has begun a
+# step that does not count, its copy is whole. Otherwise its tensors are.
+
+_FIRST = 64  # bytes before the tensors, for the number
+
+
+class _Area:
+    """One rank's file.
+
+    Attributes:
+        tensors: the rank's tensors.
+        former: the tensors before the step that it has begun last.
+        parameters: its parts of parameters before that step.
+    """
+
+    def __init__(
+        self, file: int, rank: int, kinds: Sequence[StateKind], parameters: Sequence[StateKind]
+    ) -> None:
+        places = places_of([*kinds, *kinds, *parameters], rank, _FIRST)
+        self._map = mmap.mmap(file, places[-1])  # lives as long as any of the tensors
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        views = views_in(memory, [*kinds, *kinds, *parameters], rank, _FIRST)
+        count = len(kinds)
+        self.tensors, self.former = views[:count], views[count : 2 * count]
+        self.parameters = views[2 * count :]
+        self._begun = memory[:8].view(torch.int64)
+        self._now = memory[places[0] : places[count]]
+        self._before = memory[places[count] : places[2 * count]]
+        self._end = places[count]
+
+    def make_private_in_children(self, file: int) -> None:
+        """Makes the tensors private to forked children, as tensors in the window are.
+
+        This ends with the last tensor. An optimizer may keep them when it has other replicas.
+        """
+        begin, page = self._begun.data_ptr(), os.sysconf("SC_PAGE_SIZE")
+        nbytes, file = -(-self._end // page) * page, os.dup(file)
+        _C.make_private_in_children(begin, nbytes, file, 0)
+        weakref.finalize(self._map, _leave_as_is_in_children, begin, nbytes, file)
+
+    def begin_step(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
+        """Copies everything that a step is about to change."""
+        self._before.copy_(self._now)
+        for former, parameter in zip(self.parameters, parameters, strict=True):
+            former.copy_(parameter)
+        self._begun.fill_(number + 1)
+
+    def has_begun(self, number: int) -> bool:
+        """True if the rank has begun this step."""
+        return int(self._begun) == number + 1
+
+
+class NodeReplicas(Replicas):
+    """Of ranks on one node."""
+
+    reaches_all = True
+
+    def _allocate(
+        self,
+        kinds: Sequence[StateKind],
+        parameters: Sequence[StateKind],
+        until_made: contextlib.ExitStack,
+    ) -> Exception | None:
+        group, error, own, inode = self._group, None, -1, -1
+        self.copied = (self._rank,)
+        try:
+            nbytes = places_of([*kinds, *kinds, *parameters], self._rank, _FIRST)[-1]
+            own = _make_file(nbytes, until_made)
+            inode = os.fstat(own).st_ino
+        except (OSError, MemoryError) as raised:
+            error, own = raised, -(getattr(raised, "errno", None) or errno.ENOMEM)
+        told = host.zeros(group.size, 2, dtype=torch.int64)
+        told[self._rank] = host.tensor([own, inode])
+        all_reduce(told, group=group)
+        self._areas: list[_Area] = []
+        try:
+            for rank, (number, inode) in enumerate(told.tolist()):
+                if number < 0:
+                    raise _failure(rank, -number)
+                file = _open_file(group._pids[rank], number, inode, until_made)
+                self._areas.append(_Area(file, rank, kinds, parameters))
+            self._areas[self._rank].make_private_in_children(own)
+        except (OSError, MemoryError, RuntimeError) as raised:
+            return error or raised
+        self.tensors = self._areas[self._rank].tensors
+        return error
+
+    def begin_step(self, parameters: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """See :meth:`Replicas.begin_step`."""
+        self._group._core.check_usable()
+        self._areas[self._rank].begin_step(self.steps, parameters[self._rank])
+
+    @property
+    def ranks_in_step(self) -> list[int]:
+        """See :attr:`Replicas.ranks_in_step`."""
+        return [rank for rank, area in enumerate(self._areas) if area.has_begun(self.steps)]
+
+    def of(self, rank: int) -> list[torch.Tensor]:
+        """See :meth:`Replicas.of`."""
+        area = self._areas[rank]
+        return area.former if area.has_begun(self.steps) else area.tensors
+
+    def parameters_of(self, rank: int) -> list[torch.Tensor]:
+        """See :meth:`Replicas.parameters_of`."""
+        return self._areas[rank].parameters
+
+    def keepers(self, rank: int) -> list[int]:
+        """See :meth:`Replicas.keepers`."""
+        return [(rank + number) % self._group.size for number in range(self._group.size)]
+
+
+def _leave_as_is_in_children(begin: int, nbytes: int, file: int) -> None:
+    _C.leave_as_is_in_children(begin, nbytes)
+    os.close(file)
+
+
+def _make_file(nbytes: int, at_end: contextlib.ExitStack) -> int:
+    """A file in memory that has no name; `at_end` closes it."""
+    file = _C.create_file(nbytes, "pycomm replicas")
+    at_end.callback(os.close, file)
+    return file
+
+
+def _failure(rank: int, number: int) -> Exception:
+    """The error of a rank that could not make its file, by its number."""
+    what = f"rank {rank} cannot make a file for replicas of its states"
+    if number in (errno.ENOMEM, errno.ENOSPC):
+        return MemoryError(f"{what}: it lacks memory")
+    return OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _open_file(pid: int, number: int, inode: int, at_end: contextlib.ExitStack) -> int:
+    """Another process's file; `at_end` closes it."""
+    file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    at_end.callback(os.close, file)
+    if os.fstat(file).st_ino != inode:  # the process has failed, and opened another one
+        raise OSError(f"process {pid} has closed its replicas")
+    return file
+
+
+# Two copies of each rank's tensors, on several nodes: one on its own, one on another.
+#
+# Every rank has a buddy, which keeps a copy of its tensors, and is the buddy of one rank, its ward:
+#
+#     | tensors | the same before the step | the ward's tensors | room for its next ones |
+#     | parameters before the step, of this rank and of its ward |
+#
+# 1. Before a step changes anything, a rank copies its tensors, and the parameters of its ward and
+#    itself. Between steps, all ranks have all parameters.
+# 2. After the step, it sends its new tensors to its buddy, which keeps the ones before the step.
+# 3. All ranks decide together whether the step counts. Then the new tensors replace the old ones.
+#
+# If a step does not count, a rank goes back to its copies. The parameters may be partly new on
+# every rank that has begun the step, so the ranks with copies send them to all.
+#
+# No operation between nodes sends to one rank only. So an all-gather sends the tensors piece by
+# piece, and a rank keeps its ward's. With 2 nodes this moves no more than needed: each node
+# receives the tensors of the other one. With m nodes, each receives those of all m - 1 others.
+
+_PIECES_BYTES = 8 << 20  # of all ranks together
+_SMALLEST_PIECE = 64 << 10  # bytes
+_AHEAD = 2  # all-gathers at a time
+
+
+class InternodeReplicas(Replicas):
+    """Of ranks on several nodes: each has copies of its ward's tensors, too."""
+
+    reaches_all = False
+
+    def _allocate(
+        self,
+        kinds: Sequence[StateKind],
+        parameters: Sequence[StateKind],
+        until_made: contextlib.ExitStack,  # noqa: ARG002
+    ) -> Exception | None:
+        self._begun = 0
+        self._buddies = buddies(self._group.nodes)
+        self._ward = self._buddies.index(self._rank)
+        self.copied = (self._rank, self._ward)
+        size, all_ranks = self._group.size, range(self._group.size)
+        self._bytes = length = max(places_of(kinds, rank, 0)[-1] for rank in all_ranks)
+        self._piece = min(max(_PIECES_BYTES // size, _SMALLEST_PIECE), max(length, 1))
+        ends = [4 * length]
+        for rank in self.copied:
+            ends.append(places_of(parameters, rank, ends[-1])[-1])
+        try:  # all in one storage, so that memory_report() counts all of it
+            memory = host.zeros(ends[-1] + _AHEAD * size * self._piece, dtype=torch.uint8)
+        except RuntimeError as raised:  # torch's error if there is no memory
+            return raised
+        self._now, self._before, *wards = memory[: ends[0]].view(4, length)
+        self.tensors = views_in(self._now, kinds, self._rank, 0)
+        self._former = views_in(self._before, kinds, self._rank, 0)
+        # The last ones that count, and the next ones: their bytes, and they.
+        self._wards = [(each, views_in(each, kinds, self._ward, 0)) for each in wards]
+        self._parameters = {
+            rank: views_in(memory, parameters, rank, begin)
+            for rank, begin in zip(self.copied, ends, strict=False)
+        }
+        self._rooms = memory[ends[-1] :].view(_AHEAD, size * self._piece)
+        return None
+
+    def begin_step(self, parameters: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """See :meth:`Replicas.begin_step`."""
+        self._group._core.check_usable()
+        self._before.copy_(self._now)
+        for rank in self.copied:
+            for former, parameter in zip(self._parameters[rank], parameters[rank], strict=True):
+                former.copy_(parameter)
+        self._begun = self.steps + 1
+
+    def _decide(self) -> None:
+        self._send()
+        super()._decide()
+        self._wards.reverse()
+
+    def _send(self) -> None:
+        """Sends this rank's tensors to its buddy, and receives the next ones of its ward."""
+        works: list[tuple[Work, torch.Tensor, int]] = []
+        for number, begin in enumerate(range(0, self._bytes, self._piece)):
+            if len(works) == _AHEAD:
+                self._receive(*works.pop(0))
+            source = self._now[begin : begin + self._piece]
+            room = self._rooms[number % _AHEAD, : len(source) * self._group.size]
+            work = launch(
+                self._group, "all_gather", source, room, source.shape,
+                label="states to their replicas", async_op=True,
+            )  # fmt: skip
+            works.append((work, room.view(self._group.size, -1), begin))
+        for each in works:
+            self._receive(*each)
+
+    def _receive(self, work: Work, pieces: torch.Tensor, begin: int) -> None:
+        work.wait()
+        piece = pieces[self._ward]
+        self._wards[1][0][begin : begin + len(piece)] = piece
+
+    @property
+    def ranks_in_step(self) -> list[int]:
+        """See :attr:`Replicas.ranks_in_step`."""
+        return list(self.copied) if self._begun > self.steps else []
+
+    def of(self, rank: int) -> list[torch.Tensor]:
+        """See :meth:`Replicas.of`."""
+        if rank == self._ward:
+            return self._wards[0][1]
+        assert rank == self._rank
+        return self._former if self._begun > self.steps else self.tensors
+
+    def parameters_of(self, rank: int) -> list[torch.Tensor]:
+        """See :meth:`Replicas.parameters_of`."""
+        return self._parameters[rank]
+
+    def keepers(self, rank: int) -> list[int]:
+        """See :meth:`Replicas.keepers`."""
+        return [rank, self._buddies[rank]]
+
+
+def buddies(nodes: Sequence[Sequence[int]]) -> list[int]:
+    """The buddy of each rank; each is the buddy of one other.
+
+    It is on another node, but if a node has more than half of all ranks, some of these have theirs
+    on the same one.
+    """
+    ranks = [rank for node in nodes for rank in node]
+    ahead = max(map(len, nodes))
+    found = dict(zip(ranks, ranks[ahead:] + ranks[:ahead], strict=True))
+    return [found[rank] for rank in range(len(ranks))]

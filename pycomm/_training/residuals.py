@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pycomm._inputs import host
+from pycomm._runtime import host
 from pycomm.collectives import broadcast
 
 if TYPE_CHECKING:

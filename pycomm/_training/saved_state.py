@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from pycomm._training.exchange import StepStatistics
 from pycomm._training.hook_state import HookState
 from pycomm._training.residuals import FORMAT
-from pycomm._training.step import Step
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pycomm._training.flights import Flights
+    from pycomm._training.exchange import PendingExchanges
     from pycomm._training.residuals import Residuals
     from pycomm.compression import Compression
     from pycomm.group import Group
@@ -31,8 +31,8 @@ class SavedState(HookState):
     compression: Compression | None
     _group: Group | None
     _residuals: Residuals
-    _now: Step
-    _flying: Flights
+    _now: StepStatistics
+    _flying: PendingExchanges
 
     if TYPE_CHECKING:  # what CommState has
 
@@ -92,7 +92,7 @@ class SavedState(HookState):
             self._residuals.check_owner((int(owner), saved), (rank, size))
             self._residuals.load([dump])
         self.step = state_dict["step"]
-        self._now = Step()
+        self._now = StepStatistics()
         self._flying.clear()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pycomm._given import check_group
+from pycomm._init import check_group
 from pycomm._training.comm_state import CommState
 from pycomm._training.flat import home_of
 from pycomm._training.local_sgd import LocalSGDState

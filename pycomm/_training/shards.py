@@ -8,6 +8,7 @@ norms and cache lines stay whole. Parts depend only on the parameters and the nu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -15,7 +16,6 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pycomm import _C
-from pycomm._training.cuts import UNIT, Range, cut
 from pycomm._training.exchange import dense_wire_bytes
 from pycomm._training.flat import (
     ALIGN,
@@ -29,20 +29,63 @@ from pycomm._training.flat import (
     move_out,
     room,
 )
-from pycomm._training.step_guard import StepGuard
-from pycomm._training.unannounced import Snapshot
+from pycomm._training.step_guard import Snapshot, StepGuard
 from pycomm.collectives import all_reduce, broadcast
 from pycomm.p2p import recv, send
 
 if TYPE_CHECKING:
     from pycomm.group import Group
 
+# Where parameters are divided among ranks.
+
+UNIT: int = _C.sum_block  # elements between possible cuts
+
+
+class OwnedRange(NamedTuple):
+    """Elements of a parameter that one rank owns, in the order in which they lie in memory."""
+
+    rank: int
+    begin: int
+    end: int
+
+
+def cut(parameters: Sequence[torch.Tensor], ranks: int) -> list[tuple[OwnedRange, ...]]:
+    """Cuts parameters that lie one after the other into one part per rank.
+
+    Returns:
+        For each parameter, the ranges of the ranks that own some of it, in order.
+    """
+    begins = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
+    cuts = [0, *(_nearest(begins, begins[-1] * k / ranks) for k in range(1, ranks)), begins[-1]]
+    parts = []
+    for begin, end in itertools.pairwise(begins):
+        ranges = []
+        for rank in range(ranks):
+            first, last = max(begin, cuts[rank]), min(end, cuts[rank + 1])
+            if first < last:
+                ranges.append(OwnedRange(rank, first - begin, last - begin))
+        parts.append(tuple(ranges))
+    return parts
+
+
+def _nearest(begins: Sequence[int], wanted: float) -> int:
+    """The possible cut that is nearest to an element."""
+    for begin, end in itertools.pairwise(begins):
+        if wanted < end:
+            below = begin + int(wanted - begin) // UNIT * UNIT
+            above = min(below + UNIT, end)
+            return below if wanted - below <= above - wanted else above
+    return begins[-1]
+
+
+# Shards: which rank holds the optimizer states of which elements of a model.
+
 _LINE = 64  # bytes
 _TAG = -(1 << 31)  # of messages between ranks, apart from the user's
 
 
 class OwnGradients(Protocol):
-    """Divided gradients: pycomm/_training/gradient_ring.py."""
+    """Divided gradients: pycomm/_training/grad_shards.py."""
 
     memory: torch.Tensor
     buffers: list[torch.Tensor]
@@ -78,7 +121,7 @@ class Part(NamedTuple):
 
     shards: Shards
     group: Group
-    ranges: tuple[Range, ...]
+    ranges: tuple[OwnedRange, ...]
     first: int
     own: torch.Tensor
     in_pieces: bool = False
@@ -127,12 +170,12 @@ class Part(NamedTuple):
             group: the other group.
             owners: its ranks, by their numbers in the present one.
         """
-        ranges = [Range(owners[rank], begin, end) for rank, begin, end in self.ranges]
+        ranges = [OwnedRange(owners[rank], begin, end) for rank, begin, end in self.ranges]
         return Part.held(self.shards, group, ranges, parameter)
 
     @classmethod
     def held(
-        cls, shards: Shards, group: Group, ranges: Sequence[Range], parameter: torch.Tensor
+        cls, shards: Shards, group: Group, ranges: Sequence[OwnedRange], parameter: torch.Tensor
     ) -> Part:
         """The elements whose states this rank has until they move to their owners.
 
@@ -146,7 +189,9 @@ class Part(NamedTuple):
         if len({own.rank for own in ranges}) < len(ranges):
             part = cls(shards, group, tuple(ranges), 0, flat[:0], in_pieces=True)
             return part._replace(own=part.of(parameter))
-        _, begin, end = next((o for o in ranges if o.rank == group.rank), Range(group.rank, 0, 0))
+        _, begin, end = next(
+            (o for o in ranges if o.rank == group.rank), OwnedRange(group.rank, 0, 0)
+        )
         return cls(shards, group, tuple(ranges), begin, flat[begin:end])
 
     def gather(
@@ -255,19 +300,19 @@ class Shards:
             self.layout[parameter].take_in(parameter)
         self._addresses = {id(parameter): parameter.data_ptr() for parameter in parameters}
 
-    def cut(self, bucket: Sequence[torch.Tensor]) -> list[tuple[Range, ...]]:
+    def cut(self, bucket: Sequence[torch.Tensor]) -> list[tuple[OwnedRange, ...]]:
         """The ranges of each parameter of a bucket; the parameters lie one after the other."""
         return cut(bucket, self.group.size)
 
     def assign(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
         """Divides the parameters of each bucket."""
         owned: dict[Piece, int] = {}
-        made: list[tuple[torch.Tensor, tuple[Range, ...], int, int, Piece, int]] = []
+        made: list[tuple[torch.Tensor, tuple[OwnedRange, ...], int, int, Piece, int]] = []
         for bucket in buckets:
             for parameter, ranges in zip(bucket, self.cut(bucket), strict=True):
                 piece = self.layout[parameter].piece
                 mine = (r for r in ranges if r.rank == self.group.rank)
-                _, begin, end = next(mine, Range(self.group.rank, 0, 0))
+                _, begin, end = next(mine, OwnedRange(self.group.rank, 0, 0))
                 offset = owned.get(piece, 0)
                 owned[piece] = offset + -(-(end - begin) // ALIGN) * ALIGN
                 made.append((parameter, ranges, begin, end - begin, piece, offset))

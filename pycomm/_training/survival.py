@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pycomm._inputs import host
+from pycomm._runtime import host
 from pycomm._training.comm_state import CommState
 from pycomm._training.optimizers import optimizers_of
 from pycomm._training.shards import part_of
@@ -16,8 +16,8 @@ from pycomm._training.step_guard import StepGuard
 from pycomm.collectives import all_gather, all_reduce
 
 if TYPE_CHECKING:
-    from pycomm._training.cuts import Range
     from pycomm._training.local_sgd import LocalSGDState
+    from pycomm._training.shards import OwnedRange
     from pycomm.group import Group
 
 _ALIGN = 8  # bytes
@@ -49,7 +49,7 @@ class ShardSurvival:
         self._guards: set[StepGuard] = {part.shards.guard for part in parts}
         # For each optimizer, who owns its parts. agree() finds that out, and what to restore.
         self._owners: list[dict[int, int]] = []
-        self._to_restore: list[tuple[torch.Tensor, list[Range]]] = []
+        self._to_restore: list[tuple[torch.Tensor, list[OwnedRange]]] = []
         self._restored_bytes = 0
         self._has_replicas = False
         # The means of a step that has not counted come later. If another optimizer's step may have

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from pycomm import _C
-from pycomm._inputs.dtypes import ALGORITHMS, DTYPES, OPS
-from pycomm._inputs.encoding import COMPRESSIBLE
+from pycomm._inputs import ALGORITHMS, COMPRESSIBLE, DTYPES, OPS
 from pycomm.bench import (
     c10d,
     codec_session,

@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 
 import pycomm
-from pycomm._inputs.dtypes import CODED_ALGORITHMS
-from pycomm._inputs.encoding import COMPRESSIBLE
+from pycomm._inputs import CODED_ALGORITHMS, COMPRESSIBLE
 from pycomm.bench.cases import Case, Settings, bus_factor
 
 DENSE_ALGORITHMS = ("ring", "tree")  # they run with codecs, but not with top-k

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
 from torch.multiprocessing.spawn import spawn
 
-from pycomm._runtime.listener import first_of_node
+from pycomm._runtime.sockets import first_of_node
 
 LOOPBACK = first_of_node()
 

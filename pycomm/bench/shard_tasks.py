@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import pycomm
-from pycomm._training.gradient_exchange import GradientExchange
-from pycomm._training.gradient_ring import GradientRing
-from pycomm._training.spanning_shards import SpanningShards
+from pycomm._training.grad_shards import GradShardBuffers
+from pycomm._training.internode_shards import InternodeShards
+from pycomm._training.reducer import Reducer
 from pycomm.bench.optim_tasks import Scheme
 from pycomm.bench.streams import Mix
 from pycomm.bench.training import WIDTH, TrainingSettings, make_module
@@ -69,7 +69,7 @@ class Own(Stepper):
         exchange = self._wrapped._exchange
         if exchange._ring is not None:
             self._divide(exchange, exchange._ring)
-        elif exchange._scatter is not None and isinstance(exchange.shards, SpanningShards):
+        elif exchange._scatter is not None and isinstance(exchange.shards, InternodeShards):
             for bucket in exchange._buckets:
                 blocks = exchange.shards.blocks[id(bucket.parameters[0])]
                 exchange._scatter.start(blocks, bucket.parameters)
@@ -85,7 +85,7 @@ class Own(Stepper):
             state.finish()
         self._fused.step()
 
-    def _divide(self, exchange: GradientExchange, ring: GradientRing) -> None:
+    def _divide(self, exchange: Reducer, ring: GradShardBuffers) -> None:
         """Averages the gradients of a backward of which each rank keeps its part."""
         if not self._ready:
             with self._wrapped.no_sync():

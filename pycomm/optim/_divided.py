@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from pycomm._training.cuts import Range
-from pycomm._training.shards import Part, Shards, part_of
+from pycomm._training.shards import OwnedRange, Part, Shards, part_of
 from pycomm.group import Group
 from pycomm.optim import _checkpoint
 from pycomm.optim._replicas import ReplicatedStates
@@ -76,7 +75,7 @@ class DividedOptimizer(StatefulOptimizer):
         if self._replicas is not None:
             self._replicas.undo()
 
-    def to_restore(self, owners: Mapping[int, int]) -> list[tuple[torch.Tensor, list[Range]]]:
+    def to_restore(self, owners: Mapping[int, int]) -> list[tuple[torch.Tensor, list[OwnedRange]]]:
         """Parameters that ranks must send each other after :meth:`undo_step` on one of them."""
         return [] if self._replicas is None else self._replicas.to_restore(owners)
 
@@ -194,7 +193,7 @@ class DividedOptimizer(StatefulOptimizer):
                 raise ValueError(
                     "the parameters must be sharded, as those of the rank that sends states"
                 )
-            ranges = tuple(Range(*own) for own in each["ranges"])
+            ranges = tuple(OwnedRange(*own) for own in each["ranges"])
             self.state[param] = {n: tensor.to(param.device) for n, tensor in each["state"].items()}
             self._held[param] = Part.held(part.shards, group, ranges, param)
 

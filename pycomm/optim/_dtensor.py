@@ -19,12 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pycomm import _C
-from pycomm._inputs import host
-from pycomm._inputs.tensors import local
+from pycomm._inputs import local
+from pycomm._runtime import host
 from pycomm._runtime.torch_private import local_tensor
 from pycomm.optim import _options, _storage
-from pycomm.optim._executors import Control, OnCpu, OnCuda, Step, executor, is_capturing
-from pycomm.optim._rows import Row
+from pycomm.optim._executors import Control, OnCpu, OnCuda, Row, Step, executor, is_capturing
 from pycomm.optim._storage import CODE, MASTER, REMAINDER, ROOT, SCALE, State
 
 # The random bits of shard i of a parameter begin at i times this place.

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pycomm import _C
-from pycomm._inputs import host
-from pycomm._inputs.tensors import is_dtensor, local
+from pycomm._inputs import is_dtensor, local
+from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training import unannounced
+from pycomm._training import step_guard
 from pycomm._training.optimizers import register
 from pycomm._training.shards import part_of
 from pycomm.optim import _executors, _options, _storage
 from pycomm.optim._divided import DividedOptimizer
-from pycomm.optim._executors import OnCpu, OnCuda, Table
+from pycomm.optim._executors import OnCpu, OnCuda, Row, Table, one_division
 from pycomm.optim._options import Group, Options
-from pycomm.optim._rows import Row, one_division
 from pycomm.optim._shard_executors import OnCpuShards, OnCudaShards, shard_executor
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class FusedOptimizer(DividedOptimizer):
         Raises:
             RuntimeError: the last backward was inside of ``no_sync()``; the step would raise, too.
         """
-        unannounced.check(self)
+        step_guard.check(self)
         parts = [(param, part) for param in self._params() if (part := part_of(param)) is not None]
         for shards in dict.fromkeys(part.shards for _, part in parts):  # all ranks in one order
             shards.average(param for param, part in parts if part.shards is shards)

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from pycomm._inputs.tensors import PLAIN
+from pycomm._inputs import PLAIN
 from pycomm._runtime.torch_private import is_traceable_wrapper_subclass
 from pycomm.optim import _storage
 

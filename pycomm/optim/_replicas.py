@@ -1,7 +1,4 @@
-"""Two copies of sharded states.
-
-pycomm/_training/node_replicas.py keeps them on one node, spanning_replicas.py on several.
-"""
+"""Two copies of sharded states; pycomm/_training/replicas.py keeps them."""
 
 from __future__ import annotations
 
@@ -11,11 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pycomm._training.cuts import Range
-from pycomm._training.node_replicas import NodeReplicas
-from pycomm._training.replicas import Kind, Replicas
-from pycomm._training.shards import Part
-from pycomm._training.spanning_replicas import SpanningReplicas
+from pycomm._training.replicas import InternodeReplicas, NodeReplicas, Replicas, StateKind
+from pycomm._training.shards import OwnedRange, Part
 from pycomm.optim import _storage
 from pycomm.optim._storage import BLOCK, State
 
@@ -46,7 +40,7 @@ class ReplicatedStates:
         self._shards = next(iter(parts.values())).shards
         self._group = self._shards.group
         places = [(param, name, states[param][name]) for param in parts for name in states[param]]
-        make = NodeReplicas if len(self._group.nodes) == 1 else SpanningReplicas
+        make = NodeReplicas if len(self._group.nodes) == 1 else InternodeReplicas
         self._replicas: Replicas = make(
             self._group,
             [tensor for _, _, tensor in places],
@@ -101,7 +95,7 @@ class ReplicatedStates:
             for param, values in zip(self._parts, before, strict=True):
                 flat(param.data)[self._range(param, "", rank)] = values
 
-    def to_restore(self, owners: Mapping[int, int]) -> list[tuple[torch.Tensor, list[Range]]]:
+    def to_restore(self, owners: Mapping[int, int]) -> list[tuple[torch.Tensor, list[OwnedRange]]]:
         """Parameters that ranks must send each other after :meth:`undo`; none on one node.
 
         Args:
@@ -153,16 +147,18 @@ class ReplicatedStates:
                 state[name] = torch.cat(tensors) if tensors else like.new_empty(0)
         return Part.held(held.shards, group, ranges, param), state
 
-    def _given(self, param: torch.Tensor, owners: Mapping[int, int]) -> list[Range]:
+    def _given(self, param: torch.Tensor, owners: Mapping[int, int]) -> list[OwnedRange]:
         """All ranks' elements of a parameter, with the ranks of another group that have them."""
         return [
-            Range(next(owners[k] for k in self._replicas.keepers(rank) if k in owners), begin, end)
+            OwnedRange(
+                next(owners[k] for k in self._replicas.keepers(rank) if k in owners), begin, end
+            )
             for rank, begin, end in self._parts[param].ranges
         ]
 
-    def _kind(self, param: torch.Tensor, name: str, dtype: torch.dtype) -> Kind:
+    def _kind(self, param: torch.Tensor, name: str, dtype: torch.dtype) -> StateKind:
         ranges = (self._range(param, name, rank) for rank in range(self._group.size))
-        return Kind(dtype, tuple(own.stop - own.start for own in ranges))
+        return StateKind(dtype, tuple(own.stop - own.start for own in ranges))
 
     def _range(self, param: torch.Tensor, name: str, rank: int) -> slice:
         """A rank's elements of a state, or with the name "" of the parameter."""

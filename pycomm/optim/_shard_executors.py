@@ -11,21 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pycomm import _C
-from pycomm._inputs import host
-from pycomm._runtime.ranges import named
-from pycomm._spanning.collectives import launch
+from pycomm._nccl.collectives import launch
+from pycomm._runtime import host
+from pycomm._runtime.ranges import record_range
+from pycomm._training.internode_shards import InternodeShards
 from pycomm._training.shards import Shards
-from pycomm._training.spanning_shards import SpanningShards
 from pycomm._training.step_guard import checksum
 from pycomm.errors import PycommError
-from pycomm.optim._executors import (
-    OnCpu,
-    Step,
-    Table,
-    is_capturing,
-    rate_for,
-    rate_on_device,
-)
+from pycomm.optim._executors import OnCpu, Step, Table, is_capturing, rate_for, rate_on_device
 
 
 class OnCpuShards(OnCpu):
@@ -40,7 +33,7 @@ class OnCpuShards(OnCpu):
         shards, sharded = self._shards, self._prepare(step)
         core, label = shards.group._core, _label(self._tables, step, shards)
         try:
-            with named(shards.group, "sharded_step"):
+            with record_range(shards.group, "sharded_step"):
                 value = sharded.run(core, *step.control, step.bound, step.measures, label)
         finally:
             if sharded.half_done:
@@ -60,7 +53,7 @@ class OnCpuShards(OnCpu):
 class OnSpanningShards(OnCpuShards):
     """The same for ranks on several nodes, which exchange sums and new parameters."""
 
-    def __init__(self, tables: list[Table], shards: SpanningShards) -> None:
+    def __init__(self, tables: list[Table], shards: InternodeShards) -> None:
         super().__init__(tables, shards)
         self._group, self._publication = shards.group, shards.publication
 
@@ -171,7 +164,7 @@ def shard_executor(
     Raises:
         RuntimeError: the current stream is being captured.
     """
-    if isinstance(shards, SpanningShards):
+    if isinstance(shards, InternodeShards):
         return OnSpanningShards(tables, shards)
     if device.type == "cpu":
         return OnCpuShards(tables, shards)

@@ -3,22 +3,115 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from pycomm._inputs import host
-from pycomm._inputs.tensors import is_dtensor, local
+from pycomm._inputs import is_dtensor, local
+from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.shards import Part, Shards, divisions, part_of
-from pycomm.optim import _checkpoint, _executors, _options, _sharded_checkpoint, _storage
-from pycomm.optim._edits import Edits
+from pycomm.optim import _checkpoint, _executors, _options, _storage
+from pycomm.optim._executors import Row, is_capturing
 from pycomm.optim._options import Group, Options
 from pycomm.optim._replicas import ReplicatedStates
-from pycomm.optim._rows import Row
-from pycomm.optim._storage import State
+from pycomm.optim._storage import MASTER, REMAINDER, State, is_rounded
 from pycomm.optim.flat import Buffers
+
+# Tracks writes to parameters between steps, for parameters with weights of higher precision.
+
+
+class ExternalWrites:
+    """Applies writes to a parameter to its master weights or remainders.
+
+    torch counts the writes to a tensor, but not those through ``.data``. If there may have been
+    any, masters are compared with their parameter, and elements that differ are replaced. With
+    remainders, changed elements cannot be found, so the parameter's remainders are all dropped.
+    A state of a DTensor is that of its local tensor.
+    """
+
+    def __init__(self) -> None:
+        # Each parameter's count of writes and its address, after its last step.
+        self._seen: dict[torch.Tensor, tuple[int, int]] = {}
+        self._changed: set[torch.Tensor] = set()  # whose states were adapted after that step
+
+    def note(self, params: Iterable[torch.Tensor]) -> None:
+        """Records that the parameters agree with their states."""
+        for param in params:
+            self._seen[param] = _mark(param)
+            self._changed.discard(param)
+
+    def forget(self, param: torch.Tensor) -> None:
+        """Forgets the version of a parameter, or of a part, whose states are of another part now.
+
+        It would keep the part's memory alive.
+        """
+        self._seen.pop(param, None)
+        self._changed.discard(param)
+
+    def take_given(self, part: torch.Tensor, given: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Adapts the state of elements of a parameter, of which this rank has stepped a part.
+
+        The other elements' states may not have been adapted to writes to which this part's has.
+
+        Args:
+            part: this rank's part.
+            given: these elements.
+            state: their state.
+        """
+        if self._is_written(part):
+            self._changed.add(part)
+        before = self._seen.get(part)
+        if part not in self._changed and before == _mark(part):
+            return
+        if REMAINDER in state and part in self._changed:
+            state[REMAINDER].zero_()
+        self.take(given, state)
+
+    def settled(self, part: torch.Tensor) -> None:
+        """Records that the last write to a part's parameter was that of its weights."""
+        if part in self._seen:
+            self._seen[part] = _mark(part)
+
+    def take(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Adapts the state to writes to its parameter.
+
+        A state that has just been loaded counts as that of the parameters at the first step, so
+        model and optimizer can be restored in either order.
+        """
+        before, now = self._seen.get(param), _mark(param)
+        # In a capture, the graph would repeat this in every replay.
+        if before == now or param.dtype == torch.float32 or is_capturing(param.device):
+            return
+        elements = local(param).detach()
+        if MASTER in state and state[MASTER].shape == elements.shape:
+            master = state[MASTER]
+            own = elements.to(master.device)
+            master.copy_(torch.where(is_rounded(own, master, own.dtype), master, own.float()))
+            if self._is_written(param):
+                self._changed.add(param)
+        elif REMAINDER in state and self._is_written(param):
+            state[REMAINDER].zero_()
+            self._changed.add(param)
+        if before is not None:
+            self._seen[param] = now
+
+    def _is_written(self, param: torch.Tensor) -> bool:
+        """True if torch has counted writes since the state was adapted to them."""
+        before = self._seen.get(param)
+        return before is not None and before[0] != _mark(param)[0]
+
+
+def _mark(param: torch.Tensor) -> tuple[int, int]:
+    """A parameter's count of writes and its address."""
+    elements = local(param)
+    # A write to a DTensor does not count as one to its local tensor, nor the other way round.
+    count = param._version + (0 if elements is param else elements._version)
+    return count, elements.data_ptr()
+
+
+# States of fused optimizers: options, full-precision weights, checkpoints, and sharded states.
 
 
 class StatefulOptimizer(torch.optim.Optimizer):
@@ -38,7 +131,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: Group, options: Options) -> None:
         own, self.max_norm = _options.with_defaults(type(self).__name__, options)
         self._buffers = Buffers()
-        self._edits = Edits()
+        self._edits = ExternalWrites()
         self._rows: dict[int, Row] = {}  # by the parameter's id
         # The parts that states are of. Other states are of whole parameters, sharded or not.
         self._held: dict[torch.Tensor, Part] = {}
@@ -190,7 +283,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._check_shared()
         self._complete_exchanges()
         self._make_missing_states()
-        return _sharded_checkpoint.by_name(model, self, self._state_dict, self._held)
+        return _checkpoint.by_name(model, self, self._state_dict, self._held)
 
     @host.makes_lasting
     @torch.no_grad()
@@ -278,7 +371,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the state; :meth:`load_state_dict` calls this, too."""
         self._buffers = getattr(self, "_buffers", Buffers())
-        self._edits = Edits()
+        self._edits = ExternalWrites()
         self._rows = {}
         self._held = {}
         self._replicas, self._new = None, []
@@ -306,7 +399,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param in sealed:
                     saved = sealed.pop(param)
-                    loaded.append(_sharded_checkpoint.adopted(param, group, saved, names))
+                    loaded.append(_checkpoint.adopted(param, group, saved, names))
         for adopted in loaded:
             self._put_state(adopted.param, adopted.settle(self._buffers))
             self._hold(adopted.param)

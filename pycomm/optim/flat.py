@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from pycomm._runtime.host import huge_page_zeros, huge_page_zeros_like
 from pycomm._training.flat import Layout, Piece, home_of, place_of, place_of_states
 from pycomm._training.parameters import dense_strides
-from pycomm._training.zeros import zeros, zeros_like
 
 # An optimizer's state buffers, by the piece whose layout they share, the state's name and its type.
 # They live as long as the piece: a model that is moved and flattened again gets new ones.
@@ -62,7 +62,7 @@ def flatten(params: Iterable[torch.Tensor]) -> FlatParameters:
             memory with another.
     """
     found = _checked(params)
-    new = Layout([param for param in found if place_of(param) is None], zeros)
+    new = Layout([param for param in found if place_of(param) is None], huge_page_zeros)
     places = [place_of(param) or new[param] for param in found]
     for param, place in zip(found, places, strict=True):
         place.take_in(param)
@@ -77,10 +77,12 @@ def zeros_for(
     """A state of zeros; for a flattened parameter, a view of the optimizer's buffer."""
     place = place_of_states(param)
     if buffers is None or place is None:
-        return zeros_like(param, dtype)
+        return huge_page_zeros_like(param, dtype)
     own = buffers.setdefault(place.piece, {})
     if (name, dtype) not in own:
-        own[name, dtype] = zeros(len(place.piece.gradients), dtype, place.piece.kind.device)
+        own[name, dtype] = huge_page_zeros(
+            len(place.piece.gradients), dtype, place.piece.kind.device
+        )
     return place.of(own[name, dtype], param).zero_()
 
 

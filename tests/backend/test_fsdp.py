@@ -322,7 +322,7 @@ def test_what_is_exchanged_lies_in_the_window():
 
 def taken(rank, size):
     """Checks when memory is used again, and that training keeps a bounded number of buffers."""
-    from pycomm._runtime.buffers import buffers_of
+    from pycomm.fsdp import buffers_of
 
     group = dist.group.WORLD
     buffers = buffers_of(group)

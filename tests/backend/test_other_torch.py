@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm._runtime import c10d_build, c10d_cache
+from pycomm._runtime import c10d, c10d_build
 
 PACKAGE = Path(pycomm.__file__).parent
 MODULE = c10d_build.module_name(torch.__version__)
@@ -159,10 +159,10 @@ def test_the_real_compiler(environment, start):
 
 
 def test_a_compiled_module_is_used_again_without_a_compiler(here, monkeypatch):
-    path = c10d_cache.compiled()
+    path = c10d.compiled()
     assert path.read_bytes()[:-32] == BUILT.read_bytes()
     monkeypatch.setenv("CXX", "none")
-    assert c10d_cache.compiled() == path
+    assert c10d.compiled() == path
     assert calls(here) == 1
 
 
@@ -173,25 +173,25 @@ def test_what_killed_processes_have_left_is_removed(here):
         (cache / name / "part of a module").touch()
     with (cache / "other.so.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # it is being compiled
-        c10d_cache.compiled()
+        c10d.compiled()
     assert sorted(folders(here)) == ["not mine", "other.so.def.unfinished"]
 
 
 @pytest.mark.parametrize("keep", [0, 20, 100_000, -1])
 def test_incomplete_modules_are_compiled_again(here, keep):
-    path = c10d_cache.compiled()
+    path = c10d.compiled()
     whole = path.read_bytes()
     path.write_bytes(whole[:keep])
-    assert c10d_cache.compiled() == path
+    assert c10d.compiled() == path
     assert path.read_bytes() == whole
     assert calls(here) == 2
 
 
 def test_damaged_modules_are_compiled_again(here):
-    path = c10d_cache.compiled()
+    path = c10d.compiled()
     whole = path.read_bytes()
     path.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
-    assert c10d_cache.compiled().read_bytes() == whole
+    assert c10d.compiled().read_bytes() == whole
     assert calls(here) == 2
 
 
@@ -203,7 +203,7 @@ def test_all_sources_are_compiled():
 
 
 def test_what_the_module_depends_on_is_in_its_path(monkeypatch):
-    paths = {c10d_cache._path()}
+    paths = {c10d._path()}
     sources = c10d_build.sources()
     changed = sources | {"core/call.h": sources["core/call.h"] + b"\n"}
     for target, name, value in [
@@ -215,7 +215,7 @@ def test_what_the_module_depends_on_is_in_its_path(monkeypatch):
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(target, name, value)
-            paths.add(c10d_cache._path())
+            paths.add(c10d._path())
     assert len(paths) == 6
 
 
@@ -232,12 +232,12 @@ def test_folder_of_the_cache(monkeypatch, variables, folder):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert str(c10d_cache._folder()) == folder
+    assert str(c10d._folder()) == folder
 
 
 def refuses(*texts):
     with pytest.raises(ImportError) as caught:
-        c10d_cache.compiled()
+        c10d.compiled()
     assert f"cannot be compiled for torch {torch.__version__}" in str(caught.value)
     for text in texts:
         assert text in str(caught.value)

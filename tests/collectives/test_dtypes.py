@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm._inputs.dtypes import ELEMENTS
+from pycomm._inputs import ELEMENTS
 
 SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # beside uint8

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import pycomm
-from pycomm._inputs import labels
-from pycomm._inputs.dtypes import operation_of
+from pycomm._inputs import operation_of
+from pycomm._runtime import log as runtime_log
 
 # What most ranks call, what one calls instead, and what of each must be in the message.
 DISAGREEMENTS = {
@@ -251,7 +251,7 @@ def test_where_calls_come_from(tmp_path, log):
 
 def call_with_log(group):
     """As if only rank 1 had PYCOMM_LOG=debug."""
-    labels.DEBUG = group.rank == 1
+    runtime_log.DEBUG = group.rank == 1
     pycomm.barrier(group=group, tag=7)
     return pycomm.broadcast(torch.full((3,), float(group.rank)), 0, group=group).tolist()
 
@@ -263,9 +263,9 @@ def test_a_log_on_one_rank_only():
 @pytest.mark.parametrize("folder", ["", "_training", "optim"])
 def test_calls_of_pycomm_itself_have_no_line(monkeypatch, folder):
     """They may come from several places; a caller's own call has one."""
-    monkeypatch.setattr(labels, "DEBUG", True)
+    monkeypatch.setattr(runtime_log, "DEBUG", True)
     inside = Path(pycomm.__file__).parent / folder / "some.py"
     functions = {}
     exec(compile("def call(entry):\n    return entry()", str(inside), "exec"), functions)
-    assert functions["call"](lambda: labels.label_of(None)) == ""
-    assert "test_mismatch.py:" in (lambda: labels.label_of(None))()
+    assert functions["call"](lambda: runtime_log.label_of(None)) == ""
+    assert "test_mismatch.py:" in (lambda: runtime_log.label_of(None))()

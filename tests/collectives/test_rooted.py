@@ -7,7 +7,7 @@ import sweep
 import torch
 
 import pycomm
-from pycomm._inputs.dtypes import ELEMENTS
+from pycomm._inputs import ELEMENTS
 
 LAYOUTS = ("plain", "offset", "strided", "window", "window offset", "window on even ranks")
 

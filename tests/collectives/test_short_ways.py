@@ -121,7 +121,7 @@ def both_ways(world, name, given, ranks=RANKS, context=None):
 def runs_itself(monkeypatch, world, name, given):
     """True on each rank whose call reaches no function in Python."""
     reached = []
-    monkeypatch.setattr("pycomm._given.check_group", lambda group: reached.append(group.rank))
+    monkeypatch.setattr("pycomm._init.check_group", lambda group: reached.append(group.rank))
     world(RANKS).run(lambda group: answer(getattr(pycomm, name), given(group.rank), group))
     return [rank not in reached for rank in range(RANKS)]
 

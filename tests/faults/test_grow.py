@@ -15,9 +15,9 @@ import pytest
 
 import pycomm
 from pycomm._runtime import rendezvous
-from pycomm._runtime.door import Address, Door, knock
-from pycomm._runtime.listener import Connection
-from pycomm._runtime.waiting import Deadline
+from pycomm._runtime.grow import Address, JoinServer, request_join
+from pycomm._runtime.sockets import Connection
+from pycomm._runtime.threads import Deadline
 
 
 def grow_until(group, size, path):
@@ -154,7 +154,7 @@ def be_refused(_rank, _size, _store, path, what):
             mine["user"] += 1
         else:
             mine["settings"]["the window layout of pycomm's build"] -= 1
-        import pycomm._runtime.growth as module
+        import pycomm._runtime.grow as module
 
         module.introduction = lambda _: mine
     with pytest.raises(ValueError, match="refuses this process") as raised:
@@ -239,9 +239,9 @@ def test_a_host_name_may_become_known(monkeypatch):
         return connect(host, port)
 
     monkeypatch.setattr(Connection, "to", resolve_later)
-    door = Door("127.0.0.1", None)
+    door = JoinServer("127.0.0.1", None)
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(knock, lambda: [door.address], {}, Deadline(10))
+        asking = pool.submit(request_join, lambda: [door.address], {}, Deadline(10))
         helpers.wait_until(lambda: door.callers(lambda _: ""), 5)
         (caller,) = door.let_in()
         caller.say({"rank": 2})
@@ -257,7 +257,7 @@ def test_a_host_name_may_become_known(monkeypatch):
 
 def test_silent_strangers_cost_few_descriptors():
     """And nested brackets are nonsense, although they make Python's parser give up."""
-    door = Door("127.0.0.1", None)
+    door = JoinServer("127.0.0.1", None)
     with contextlib.ExitStack() as strangers:
         for _ in range(500):
             strangers.enter_context(socket.create_connection(("127.0.0.1", door.port)))
@@ -273,8 +273,8 @@ def test_silent_strangers_cost_few_descriptors():
 def test_a_door_that_has_moved_is_not_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
         before = Address("127.0.0.1", silent.getsockname()[1], "0" * 32)
-        door, places = Door("127.0.0.1", before), iter([[before], [before], []])
-        asking = pool.submit(knock, lambda: next(places, [door.address]), {}, Deadline(10))
+        door, places = JoinServer("127.0.0.1", before), iter([[before], [before], []])
+        asking = pool.submit(request_join, lambda: next(places, [door.address]), {}, Deadline(10))
         helpers.wait_until(lambda: door.callers(lambda _: ""), 5)
         (caller,) = door.let_in()
         caller.say({"rank": 2})

@@ -13,7 +13,7 @@ import sweep
 import torch
 
 import pycomm
-from pycomm._inputs.dtypes import ALGORITHMS, DTYPES, OPS
+from pycomm._inputs import ALGORITHMS, DTYPES, OPS
 
 pytestmark = pytest.mark.gpu
 

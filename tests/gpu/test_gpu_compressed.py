@@ -14,8 +14,8 @@ from compressing import FLOATS, gradient, on_device
 
 import pycomm
 from pycomm import _C
-from pycomm._inputs.dtypes import operation_of
-from pycomm._runtime import cuda_windows
+from pycomm._inputs import operation_of
+from pycomm._runtime import cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -234,7 +234,7 @@ def test_wrong_bytes_are_refused(compression: pycomm.Compression) -> None:
 
 
 def test_lists_beyond_the_window_are_refused_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_windows, "STAGING_BYTES", 4 << 20)
+    monkeypatch.setattr(cuda, "STAGING_BYTES", 4 << 20)
 
     def body(group: pycomm.Group) -> None:
         tensor = torch.ones(1 << 19, device="cuda")

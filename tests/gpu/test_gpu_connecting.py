@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm import _connecting, _init
+from pycomm import _init
+from pycomm._nccl import connect as nccl_connect
 
 pytestmark = [pytest.mark.gpu, gpu_nodes.needs_gpus]
 
@@ -29,7 +30,7 @@ CUDA = torch.device("cuda")
 
 def fail_with(failure):
     """Makes this rank fail when it connects the next time."""
-    _connecting.Carriers = lambda *_: failure()
+    nccl_connect.StripePeers = lambda *_: failure()
 
 
 def die():
@@ -116,7 +117,7 @@ def test_if_a_rank_cannot_connect_all_do_without_nccl(nodes, waits):
 def come_late(rank, size, store):
     join_nodes(rank, size, store, "ab")
     came, seen = Path(f"{store}.came"), []
-    connect, deadline = _init.connect_nodes, _connecting.Deadline
+    connect, deadline = _init.connect_nodes, nccl_connect.Deadline
 
     def connect_late(*given):
         if rank == 1:
@@ -128,7 +129,7 @@ def come_late(rank, size, store):
         seen.append(came.exists())
         return deadline(seconds)
 
-    _init.connect_nodes, _connecting.Deadline = connect_late, begin
+    _init.connect_nodes, nccl_connect.Deadline = connect_late, begin
     with pycomm.init(timeout=SECONDS):
         dist.destroy_process_group()
     return seen

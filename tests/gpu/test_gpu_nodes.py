@@ -15,7 +15,7 @@ import torch
 from compressing import Case
 
 import pycomm
-from pycomm._spanning import coded
+from pycomm._nccl import compressed as nccl_compressed
 
 pytestmark = [pytest.mark.gpu, gpu_nodes.needs_gpus]
 
@@ -125,7 +125,7 @@ def compressed(group: pycomm.Group, device: str) -> list[torch.Tensor]:
 
 
 def tiles(group: pycomm.Group, device: str) -> list[torch.Tensor]:
-    coded._TILE_ELEMENTS = 1 << 17
+    nccl_compressed._TILE_ELEMENTS = 1 << 17
     cases = [Case(INT8, count=750_000, offset=256), Case(STOCHASTIC, count=350_000, steps=2)]
     return [kept for case in cases for kept in compressing.on_device(group, case, device)]
 

@@ -12,7 +12,7 @@ import spanning
 import torch
 
 import pycomm
-from pycomm._runtime import internode, pulse, rendezvous
+from pycomm._runtime import internode, rendezvous
 
 
 def before_connecting(happen):
@@ -20,14 +20,14 @@ def before_connecting(happen):
 
 
 def having_told_its_address(happen):
-    original = internode.LookedAfter.set
+    original = internode.InterruptibleStore.set
 
     def tell(store, key, value):
         original(store, key, value)
         if key != "secret":
             happen()
 
-    internode.LookedAfter.set = tell
+    internode.InterruptibleStore.set = tell
 
 
 def once_connected(happen):
@@ -46,7 +46,7 @@ STEPS = (before_connecting, having_told_its_address, once_connected)
 def struck(rank, size, store, nodes, victim, step, number):
     """The victim sends itself a signal at a step; returns the error of `init`."""
     spanning.pretend(nodes[rank])
-    pulse._INTERVAL, pulse.SILENCE, internode.SILENCE = 0.05, 1.5, 1.5
+    internode._INTERVAL, internode.SILENCE, internode.SILENCE = 0.05, 1.5, 1.5
     helpers.join_world(rank, size, store)
 
     def happen(*_):

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from pycomm import _C
-from pycomm._runtime import cuda_windows
-from pycomm._runtime.cuda_windows import LocalDevices, join_processes
+from pycomm._runtime import cuda
+from pycomm._runtime.cuda import LocalDevices, join_processes
 
 BYTES = 1 << 20
 SETTINGS = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
@@ -84,7 +84,7 @@ class Fakes:
             Operation=_C.Operation,
         )
         windows = mock.patch.multiple(
-            cuda_windows,
+            cuda,
             _C=native,
             symmetric_tensor=self.symmetric_tensor,
             symmetric_handle=self.symmetric_handle,

@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import pycomm
 from pycomm import _C
-from pycomm._runtime import forks
-from pycomm._training.node_replicas import _Area
-from pycomm._training.replicas import Kind
+from pycomm._runtime import lifetime
+from pycomm._training.replicas import StateKind, _Area
 
 
 def test_waits_are_refused(world):
@@ -197,7 +196,7 @@ def test_without_memory_a_child_still_has_its_own(world, monkeypatch, caplog):
     """It sees what its parent writes to a page first, and its writes stay its own."""
     group = world(1).groups[0]
     x = group.empty(100_000).fill_(1)
-    monkeypatch.setattr(forks._C, "copy_at_fork", lambda: False)
+    monkeypatch.setattr(lifetime._C, "copy_at_fork", lambda: False)
 
     def body():
         assert bool((x == 2).all())
@@ -225,7 +224,7 @@ class Writing(Dataset):
 def test_workers_of_a_loader_and_programs_get_no_copy(world, monkeypatch):
     group = world(1).groups[0]
     x, copies = group.empty(1000).fill_(1), []
-    monkeypatch.setattr(forks._C, "copy_at_fork", lambda: copies.append(1) or True)
+    monkeypatch.setattr(lifetime._C, "copy_at_fork", lambda: copies.append(1) or True)
     loader = DataLoader(Writing(x), num_workers=2, multiprocessing_context="fork")
     assert [int(batch) for batch in loader] == [0, 1, 2, 3]
     subprocess.run(["true"], preexec_fn=lambda: x.fill_(7), check=True)
@@ -291,7 +290,7 @@ def test_pages_are_private_to_children_until_they_are_taken_back(begin, end):
 def test_replicas_are_private_to_children_as_long_as_their_tensors_live():
     """Also if the replicas that they belonged to are gone; then the memory is, too."""
     file = _C.create_file(1 << 16, "replicas")
-    area = _Area(file, 0, [Kind(torch.float32, (1000,))], [])
+    area = _Area(file, 0, [StateKind(torch.float32, (1000,))], [])
     area.make_private_in_children(file)
     os.close(file)
     kept, gone = [area.tensors[0].fill_(1)], weakref.ref(area._map)

@@ -307,14 +307,14 @@ def test_a_rank_that_cannot_make_the_window():
 @pytest.mark.parametrize("late", range(3))
 def test_a_store_with_the_keys_of_an_earlier_life(late):
     """As processes have that torchrun has restarted; the life before died while it began."""
-    from pycomm._runtime.rendezvous import Deadline, meet
+    from pycomm._runtime.rendezvous import Deadline, store_all_gather
 
     store = dist.HashStore()
 
     def live(rank):
         if rank == late:
             time.sleep(0.2)  # the others read what is there
-        return meet(store, rank, 3, f"rank {rank}", Deadline(20))
+        return store_all_gather(store, rank, 3, f"rank {rank}", Deadline(20))
 
     with ThreadPoolExecutor(3) as pool:
         for life in (b"first", b"second"):

@@ -153,7 +153,7 @@ def failed_rendezvous(rank, size, store, step):
     return seen
 
 
-@pytest.mark.parametrize("step", ["meet", "_take"])
+@pytest.mark.parametrize("step", ["store_all_gather", "_take"])
 def test_a_failed_rendezvous_leaves_nothing_either(step):
     for before, after in helpers.run_ranks(2, failed_rendezvous, step):
         assert all(b <= a for a, b in zip(before, after, strict=True)), (before, after)

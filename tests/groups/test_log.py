@@ -10,8 +10,7 @@ import torch
 
 import pycomm
 from pycomm import collectives, compressed
-from pycomm._runtime import log
-from pycomm._training import zeros
+from pycomm._runtime import host, log
 
 
 @pytest.fixture(autouse=True)
@@ -143,15 +142,15 @@ def test_cuda_through_host_memory(world, said):
     [("always [madvise] never", 0), ("[never]", 1), ("absent", 1), ("unreadable", 0)],
 )
 def test_huge_pages(tmp_path, said, monkeypatch, setting, warnings):
-    monkeypatch.setattr(zeros, "_HUGE_PAGES", tmp_path / "enabled")
+    monkeypatch.setattr(host, "_HUGE_PAGES", tmp_path / "enabled")
     if setting == "unreadable":
-        zeros._HUGE_PAGES.mkdir()
+        host._HUGE_PAGES.mkdir()
     elif setting != "absent":
-        zeros._HUGE_PAGES.write_text(setting)
-    zeros._look_for_huge_pages.cache_clear()
+        host._HUGE_PAGES.write_text(setting)
+    host._look_for_huge_pages.cache_clear()
     for _ in range(2):
-        zeros.zeros(4, torch.float32, torch.device("cpu"))
-    zeros._look_for_huge_pages.cache_clear()
+        host.huge_page_zeros(4, torch.float32, torch.device("cpu"))
+    host._look_for_huge_pages.cache_clear()
     assert len(said("memory", "WARNING")) == warnings
 
 

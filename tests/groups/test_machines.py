@@ -15,8 +15,8 @@ import spanning
 import torch
 
 import pycomm
-from pycomm._runtime import door, listener, rendezvous
-from pycomm._runtime.waiting import Deadline
+from pycomm._runtime import grow, rendezvous, sockets
+from pycomm._runtime.threads import Deadline
 
 SUMS = "import restricted; print([restricted.sums(nodes) for nodes in ([2], [1, 1])])"
 
@@ -98,7 +98,7 @@ def names(*hosts):
 )
 def test_addresses_of_a_node_with_ipv4(monkeypatch, known, expected):
     monkeypatch.setattr(socket, "getaddrinfo", names(*known))
-    assert listener.own_address() == expected
+    assert sockets.own_address() == expected
 
 
 IPV6_ONLY = """
@@ -140,11 +140,11 @@ def test_a_node_with_ipv6_only(tmp_path):
 
 def test_a_name_with_addresses_of_both_families(monkeypatch):
     """A newcomer tries all of them."""
-    opened = door.Door("127.0.0.1", None)
-    monkeypatch.setattr(door, "hosts_of", lambda _: ["::1", "127.0.0.2", "127.0.0.1"])
+    opened = grow.JoinServer("127.0.0.1", None)
+    monkeypatch.setattr(grow, "hosts_of", lambda _: ["::1", "127.0.0.2", "127.0.0.1"])
     address = opened.address._replace(host="a-name")
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(door.knock, lambda: [address], {}, Deadline(30))
+        asked = pool.submit(grow.request_join, lambda: [address], {}, Deadline(30))
         helpers.wait_until(lambda: opened.callers(lambda _: ""))
         for caller in opened.let_in():
             caller.say({"rank": 1})

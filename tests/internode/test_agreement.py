@@ -16,10 +16,11 @@ import helpers
 import pytest
 from torch.distributed import HashStore
 
-from pycomm._runtime import agreement, stores
-from pycomm._runtime.agreement import Agreement
-from pycomm._runtime.listener import Alarm, Connection, Listener
-from pycomm._runtime.waiting import Deadline
+from pycomm._runtime import shrink as runtime_shrink
+from pycomm._runtime import stores
+from pycomm._runtime.shrink import Agreement
+from pycomm._runtime.sockets import Alarm, Connection, Listener
+from pycomm._runtime.threads import Deadline
 from pycomm.errors import PycommError, Timeout
 
 SIZE = 4
@@ -250,7 +251,7 @@ def test_receives_are_limited_to_any_time(seconds):
 
 WITHOUT_DESCRIPTORS = """
 import os, resource, sys, threading, time
-from pycomm._runtime.listener import Listener
+from pycomm._runtime.sockets import Listener
 
 listener, tries, heard, tried = Listener("127.0.0.1"), [], threading.Event(), threading.Event()
 accept = listener.accept
@@ -440,7 +441,7 @@ def test_a_forked_child_that_closes_a_listener_leaves_its_thread_to_the_parent()
 
 
 def test_ranks_that_do_not_come_are_told_that_the_group_has_failed(monkeypatch):
-    monkeypatch.setattr(agreement, "_PATIENCE_FOR_ANSWERS", 0.0)
+    monkeypatch.setattr(runtime_shrink, "_PATIENCE_FOR_ANSWERS", 0.0)
     made, told = listeners(), queue.SimpleQueue()
     for rank in (0, 3):
         made[rank].watch(told.put)

@@ -7,8 +7,8 @@ from orders.life import UNLIMITED, Scenario
 from orders.network import Broken
 from orders.search import explore
 
-from pycomm._runtime.agreement import Agreement
-from pycomm._runtime.listener import Listener
+from pycomm._runtime.shrink import Agreement
+from pycomm._runtime.sockets import Listener
 
 # Every order, and every delay.
 TWO = [Scenario(2, deaths=1, decisions=2, delays=UNLIMITED, preemptions=UNLIMITED)]

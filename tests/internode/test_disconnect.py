@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pycomm._runtime.gloo import disconnect, interfaces
+from pycomm._runtime.internode import disconnect, interfaces
 
 TIMEOUT = timedelta(seconds=60)
 

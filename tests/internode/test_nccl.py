@@ -14,7 +14,7 @@ import torch
 
 import pycomm
 from pycomm import _init
-from pycomm._runtime import carriers, span
+from pycomm._nccl import process_groups
 from pycomm._runtime.internode import Nodes
 
 TIMEOUT = 0.2
@@ -34,7 +34,7 @@ class Point:
 def watch():
     """A watch and an event that says that a deadline has been overrun."""
     overrun = threading.Event()
-    watch = carriers.Watch(TIMEOUT, overrun.set)
+    watch = process_groups.DeadlineThread(TIMEOUT, overrun.set)
     yield watch, overrun
     watch.end()
 
@@ -103,13 +103,15 @@ def device(monkeypatch):
         stream=entered,
         is_current_stream_capturing=lambda: False,
     )
-    monkeypatch.setattr(span.torch, "cuda", fake)
-    monkeypatch.setattr(span, "Point", lambda event: event)
+    monkeypatch.setattr(process_groups.torch, "cuda", fake)
+    monkeypatch.setattr(process_groups, "Point", lambda event: event)
     imagined = types.SimpleNamespace(
         abort=lambda: log.append("abort"), close=lambda: log.append("close")
     )
     core = Core()
-    made = span.Span(core, Nodes(((0,), (1,)), 0), 0, None, imagined, TIMEOUT)
+    made = process_groups.InternodeProcessGroups(
+        core, Nodes(((0,), (1,)), 0), 0, None, imagined, TIMEOUT
+    )
     yield made, log, own, fake
     made.close()
 
@@ -132,7 +134,7 @@ ENQUEUED = [
 
 
 def test_a_watch_that_is_dropped_ends_its_thread():
-    watch = carriers.Watch(TIMEOUT, threading.Event().set)
+    watch = process_groups.DeadlineThread(TIMEOUT, threading.Event().set)
     thread = watch._thread
     watch.add(Point(True), Point(False))
     del watch
@@ -231,9 +233,9 @@ def test_a_failure_inside_the_node_ends_the_others(device):
     ],
 )
 def test_which_ranks_have_nccl(monkeypatch, backends, gpus, wanted):
-    monkeypatch.setattr(carriers, "backends_of", lambda _: dict(backends))
-    monkeypatch.setattr(carriers.torch.cuda, "is_available", lambda: gpus)
-    assert carriers.has_nccl(None) is wanted
+    monkeypatch.setattr(process_groups, "backends_of", lambda _: dict(backends))
+    monkeypatch.setattr(process_groups.torch.cuda, "is_available", lambda: gpus)
+    assert process_groups.has_nccl(None) is wanted
 
 
 def connected(rank: int, size: int, store: str, transport: str, with_nccl: str) -> list[bool]:
@@ -262,8 +264,8 @@ def nccl(monkeypatch):
     backend = types.SimpleNamespace(
         abort=lambda: log.append("abort"), shutdown=lambda: log.append("shutdown")
     )
-    monkeypatch.setattr(carriers, "new_nccl", lambda *_: backend)
-    return carriers.Carriers(None, 0, 2, TIMEOUT), log
+    monkeypatch.setattr(process_groups, "new_nccl", lambda *_: backend)
+    return process_groups.StripePeers(None, 0, 2, TIMEOUT), log
 
 
 def test_only_what_was_not_aborted_is_shut_down(nccl):
@@ -279,7 +281,7 @@ def test_only_what_was_not_aborted_is_shut_down(nccl):
 def test_a_forked_child_leaves_the_parents_connections(nccl, monkeypatch):
     made, log = nccl
     child = os.getpid() + 1
-    monkeypatch.setattr(carriers.os, "getpid", lambda: child)
+    monkeypatch.setattr(process_groups.os, "getpid", lambda: child)
     made.abort()
     made.close()
     assert log == []
@@ -288,11 +290,11 @@ def test_a_forked_child_leaves_the_parents_connections(nccl, monkeypatch):
 def test_connecting_ends_with_the_timeout(nccl, monkeypatch):
     """As the other node does not come, the device does not come to the end of the exchange."""
     made, log = nccl
-    monkeypatch.setattr(carriers.torch, "zeros", lambda *_, **__: torch.ones(2))
+    monkeypatch.setattr(process_groups.torch, "zeros", lambda *_, **__: torch.ones(2))
     monkeypatch.setattr(made, "all_gather", lambda *_: types.SimpleNamespace(wait=lambda: None))
     stream = types.SimpleNamespace(record_event=lambda: Point(False))
-    monkeypatch.setattr(carriers.torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(carriers, "Point", lambda event: event)
+    monkeypatch.setattr(process_groups.torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(process_groups, "Point", lambda event: event)
     with pytest.raises(TimeoutError, match=r"NCCL has not connected within 0\.2 s"):
         made.connect()
     assert log == ["abort"]

@@ -58,14 +58,14 @@ for rank in range(2):
         folder._finalizer.detach()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         rendezvous.node_identity = lambda: str(rank)
-        original = internode.LookedAfter.wait
+        original = internode.InterruptibleStore.wait
         if rank == 0:
-            tell = internode.LookedAfter.set
-            internode.LookedAfter.set = lambda self, key, value: (
+            tell = internode.InterruptibleStore.set
+            internode.InterruptibleStore.set = lambda self, key, value: (
                 key == "secret" and tell(self, key, value)
             )
         else:
-            internode.LookedAfter.wait = wait
+            internode.InterruptibleStore.wait = wait
         store = dist.FileStore(folder.name + "/store", 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         try:

@@ -13,7 +13,7 @@ import torch
 
 import pycomm
 from pycomm import _init
-from pycomm._runtime import growth
+from pycomm._runtime import grow
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def grow_once(rank, size, store, path, nodes, victim):
     growing.publish(group, path)
     helpers.wait_until(Path(f"{path}.2").exists)
     if rank == victim:
-        growth.set_up = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        grow.set_up = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     began, over = time.monotonic(), torch.zeros(1)
     try:
         while not over:
@@ -75,7 +75,7 @@ def die_in_join(_rank, _size, _store, path, node, step):
         os.kill(os.getpid(), signal.SIGKILL)
 
     if step:
-        setattr(growth, step, die)
+        setattr(grow, step, die)
     Path(f"{path}.2").touch()
     pycomm.join(Path(path), 10)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from pycomm._runtime.gloo import Addresses, disconnect, interfaces
+from pycomm._runtime.internode import Addresses, disconnect, interfaces
 
 TIMEOUT = 60.0  # seconds for connecting, which an abort ends
 

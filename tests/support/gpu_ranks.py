@@ -11,7 +11,7 @@ import helpers
 import torch
 
 import pycomm
-from pycomm._runtime import cuda_windows
+from pycomm._runtime import cuda
 
 PEER, PINNED = "peer memory", "pinned host memory"
 ONE_VISIBLE = "one visible GPU each"  # as under Ray or SLURM
@@ -42,7 +42,7 @@ def member(
     else:
         torch.cuda.set_device(rank % len(gpus))
     if layout == PINNED:
-        mock.patch.object(cuda_windows, "_denied", return_value="a test says so").start()
+        mock.patch.object(cuda, "_denied", return_value="a test says so").start()
     with helpers.member(rank, size, store, timeout=60, **options) as group:
         pycomm.all_reduce(torch.ones(1, device="cuda"), group=group)  # connects
         path = group.explain(4, device="cuda").path

@@ -15,8 +15,8 @@ import torch
 from surviving import STEPS, Training, common_end, expect
 
 import pycomm
-from pycomm._training import node_replicas, publication, spanning_replicas
-from pycomm._training.spanning_replicas import SpanningReplicas
+from pycomm._training import internode_shards, replicas
+from pycomm._training.replicas import InternodeReplicas
 from pycomm._training.survival import ShardSurvival
 from pycomm.optim._shard_executors import OnSpanningShards
 
@@ -58,19 +58,19 @@ def die_at(moment: str | float, training: Training) -> None:
     if moment == "backward":
         training.model.module.parts[2].register_hook(kill)
     elif moment == "replicating":  # in the first step
-        before_second_call(spanning_replicas, "launch")
+        before_second_call(replicas, "launch")
     elif moment == "copying":
-        SpanningReplicas.begin_step = kill
+        InternodeReplicas.begin_step = kill
     elif moment == "publishing":  # others may have some of its new parameters
-        before_second_call(publication, "launch")
+        before_second_call(internode_shards, "launch")
     elif moment == "updated":
         after(OnSpanningShards, "run")
     elif moment == "sending":
-        before_second_call(spanning_replicas, "launch")
+        before_second_call(replicas, "launch")
     elif moment == "sent":
-        after(SpanningReplicas, "_send")
+        after(InternodeReplicas, "_send")
     elif moment == "decided":
-        after(SpanningReplicas, "end_step")
+        after(InternodeReplicas, "end_step")
     elif isinstance(moment, float):
         timer, step = threading.Timer(moment, kill), training.optimizer.step
         training.optimizer.step = lambda: (step(), timer.join())
@@ -81,8 +81,8 @@ def die_in_regroup(moment: str | float) -> None:
     if moment == "restoring":
         ShardSurvival._restore = kill
     elif moment == "moving":  # its new states are whole, and others wait for it
-        after(SpanningReplicas, "_send")
-        node_replicas._open_file = kill
+        after(InternodeReplicas, "_send")
+        replicas._open_file = kill
 
 
 def survive(group: pycomm.Group, deaths: Deaths, options: dict[str, Any]) -> Any:
@@ -98,7 +98,7 @@ def survive(group: pycomm.Group, deaths: Deaths, options: dict[str, Any]) -> Any
         nodes; the state.
     """
     piece = options.pop("piece", 1000)  # so small that there are several
-    spanning_replicas._PIECES_BYTES = spanning_replicas._SMALLEST_PIECE = piece
+    replicas._PIECES_BYTES = replicas._SMALLEST_PIECE = piece
     training, number, step = Training(group, replicas=2, **options), group.rank, 0
     when, moment = deaths.get(number, (-1, ""))
     losses = [(0, group.ranks, list(map(len, group.nodes)))]

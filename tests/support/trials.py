@@ -108,7 +108,7 @@ def kill_myself_in_rendezvous(progress: Progress, point: str) -> None:
 
         return wrapped
 
-    names = {"before joining": ["meet"], "after joining": ["meet"]}
+    names = {"before joining": ["store_all_gather"], "after joining": ["store_all_gather"]}
     for name in names.get(point, ["_take", "_hand_out"]):
         original = getattr(rendezvous, name)
         setattr(rendezvous, name, ending(original, point == "before joining"))

@@ -12,9 +12,8 @@ from helpers import run_group
 from torch import nn
 
 import pycomm
-from pycomm._chrome_trace import Part, make_trace
 from pycomm._runtime import ranges
-from pycomm._runtime.sampler import Sampler
+from pycomm.tracing import Part, Sampler, make_trace
 
 LATE = 0.2  # seconds, of which a busy machine may take half
 LARGE = 300_000  # elements of an operation whose end is timed

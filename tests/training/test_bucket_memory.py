@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import hooks
-from pycomm._training import bucket_memory, comm_state
+from pycomm._training import buckets as training_buckets
+from pycomm._training import comm_state
 
 LAYOUT = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.05}
 STEPS = 3  # DDP makes its final buckets in the second
@@ -88,7 +89,7 @@ def test_ranks_without_memory_copy_and_say_so_once(refused):
 
 
 def train_without_module(group):
-    bucket_memory.take_memory = None
+    training_buckets.take_memory = None
     return train(group)
 
 
@@ -154,9 +155,9 @@ def test_shared_tensors_stay_and_so_does_what_a_closed_group_exchanges():
 
 
 def test_memory_that_is_too_small_is_refused():
-    if bucket_memory.take_memory is None:
+    if training_buckets.take_memory is None:
         pytest.skip("pycomm was installed for another torch")
     taker, giver = torch.arange(100), torch.zeros(99, dtype=torch.int64)
     with pytest.raises(ValueError, match="giver must have 800 bytes of memory, got 792"):
-        bucket_memory.take_memory(taker, giver)
+        training_buckets.take_memory(taker, giver)
     assert torch.equal(taker, torch.arange(100))

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import pycomm
 from pycomm.optim import _checkpoint
-from pycomm.optim._sharded_checkpoint import TensorPart, boxes
+from pycomm.optim._checkpoint import TensorPart, boxes
 
 BF16 = torch.bfloat16
 CASES = [

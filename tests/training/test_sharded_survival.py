@@ -15,7 +15,7 @@ from torch import nn
 
 import pycomm
 from pycomm import optim
-from pycomm._training import node_replicas, replicas
+from pycomm._training import replicas
 from pycomm.optim._shard_executors import OnCpuShards
 
 SHARDS = ["optimizer", "gradients"]
@@ -59,16 +59,16 @@ def survive(group, deaths, options):
         try:
             if training.model.comm_state.group is not group:
                 if moment == "regrouping":
-                    node_replicas._open_file = kill
+                    replicas._open_file = kill
                 training.model.regroup(group)
                 losses.append((step, group.ranks))
                 continue
             if moment == "sharing":
-                node_replicas._open_file = kill
+                replicas._open_file = kill
             elif moment == "backward":
                 training.model.module.parts[2].register_hook(kill)
             elif moment == "copying":
-                node_replicas._Area.begin_step = copy_half
+                replicas._Area.begin_step = copy_half
             elif moment == "updated":
                 OnCpuShards.run = run_and_die
             elif isinstance(moment, float):

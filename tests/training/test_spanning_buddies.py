@@ -12,7 +12,7 @@ from losing import MASTER, REMAINDER, die_at, kill
 from surviving import STEPS, Training, expect
 
 import pycomm
-from pycomm._training.spanning_replicas import buddies
+from pycomm._training.replicas import buddies
 
 # Losses that no copy covers.
 

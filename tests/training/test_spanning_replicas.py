@@ -12,7 +12,7 @@ from torch import nn
 
 import pycomm
 from pycomm import optim
-from pycomm._training.spanning_replicas import SpanningReplicas
+from pycomm._training.replicas import InternodeReplicas
 
 
 def long(*values):
@@ -106,7 +106,7 @@ def train_with_two_optimizers(group, dies):
             fails.step()
     if dies:
         if group.rank == 1:
-            after(SpanningReplicas, "_send")
+            after(InternodeReplicas, "_send")
         with pytest.raises(pycomm.CollectiveError):
             fails.step()
         model.regroup(group.shrink())

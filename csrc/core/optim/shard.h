@@ -7,7 +7,7 @@
 
 namespace pycomm {
 
-// One parameter in a sharded step. Python fills it in as 64-bit words: pycomm/optim/_rows.py.
+// One parameter in a sharded step. Python fills it in as 64-bit words: pycomm/optim/_executors.py.
 struct Shard {
   Segment part;              // this rank's elements; parameter and gradient lie in the arena
   std::int64_t whole;        // the number of elements of the parameter

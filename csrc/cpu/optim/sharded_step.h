@@ -10,7 +10,7 @@
 #include "core/optim/shard.h"
 #include "cpu/optim/step.h"
 #include "cpu/optim/update.h"
-#include "cpu/own_body.h"
+#include "cpu/custom_operation.h"
 
 namespace pycomm::cpu {
 
@@ -20,7 +20,7 @@ struct ShardGroup {
 };
 
 // What one rank passes to a sharded step, and what it gets back.
-struct ShardedStep final : OwnBody {
+struct ShardedStep final : CustomOperation {
   Preflight preflight() const override;
   void run(Comm& comm) override;
   void note_failure(const Comm& comm) override { half_done = comm.anyone_signalled(kUpdating); }

@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 import pycomm
-from pycomm._runtime.cuda_windows import SYMMETRIC_MEMORY
-from pycomm._runtime.environment import environment
-from pycomm._runtime.torch_private import symmetric_handle, symmetric_tensor
+from pycomm._runtime.cuda import SYMMETRIC_MEMORY
+from pycomm._runtime.torch_private import environment, symmetric_handle, symmetric_tensor
 from pycomm.bench import report
 from pycomm.bench.cases import KIB, MIB, bus_factor
 from pycomm.bench.gpu.cases import RANKS, Call

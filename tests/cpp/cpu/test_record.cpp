@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cpu/counters.h"
-#include "cpu/onlooker.h"
+#include "cpu/window_reader.h"
 #include "cpu/subject.h"
 #include "support/numbered.h"
 #include "support/world.h"

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from orders.replay import Run
-from pycomm._runtime import agreement, listener, peers, rendezvous, stores, survivors, waiting
+from pycomm._runtime import failure_detector, rendezvous, shrink, sockets, stores, threads
 from pycomm.errors import PeerDied
 
 _run: Run  # that is under way
@@ -165,7 +165,7 @@ class TimeOfPeers(Time):
         _run.now += 1
 
 
-class Deadline(waiting.Deadline):
+class Deadline(threads.Deadline):
     """A deadline that is over only if the explorer says so."""
 
     @contextlib.contextmanager
@@ -271,7 +271,7 @@ def set_up(
     store: Store, rank: int, everyone: Sequence[Any], deadline: Deadline, lost: Any
 ) -> Store:
     """As `rendezvous.set_up` without memory and connections between the ranks."""
-    watch = peers.Peers(store, rank, [each["pid"] for each in everyone], lost)
+    watch = failure_detector.Peers(store, rank, [each["pid"] for each in everyone], lost)
     try:
         with watch.telling(), deadline.guarding("every rank taking the window"):
             rendezvous._await_all(store, len(everyone), deadline, watch)
@@ -288,19 +288,19 @@ def installed() -> Iterator[None]:
     """Gives these to the code instead of the machine's."""
     with contextlib.ExitStack() as patches:
         for module, name, fake in [
-            (listener, "socket", SocketModule()),
-            (listener, "select", Select),
-            (listener, "time", Time),
-            (agreement, "select", Select),
-            (agreement, "Deadline", Deadline),
+            (sockets, "socket", SocketModule()),
+            (sockets, "select", Select),
+            (sockets, "time", Time),
+            (shrink, "select", Select),
+            (shrink, "Deadline", Deadline),
             (stores, "socket", SocketOfStores),
             (stores, "TCPStore", Store),
             (stores, "limit_receives", lambda *_: None),
             (stores, "Deadline", Deadline),
-            (survivors, "Deadline", Deadline),
-            (survivors, "set_up", set_up),
-            (waiting, "time", Time),
-            (peers, "time", TimeOfPeers),
+            (shrink, "Deadline", Deadline),
+            (shrink, "set_up", set_up),
+            (threads, "time", Time),
+            (failure_detector, "time", TimeOfPeers),
         ]:
             patches.enter_context(mock.patch.object(module, name, fake))
         yield

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from orders import fakes
 from orders.replay import Run
-from pycomm._runtime.listener import Listener
-from pycomm._runtime.survivors import Survivors
+from pycomm._runtime.shrink import Survivors
+from pycomm._runtime.sockets import Listener
 from pycomm.errors import CollectiveError, PycommError, Timeout
 
 FIRST = 0  # the group of all ranks

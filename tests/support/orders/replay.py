@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from pycomm import _C
-from pycomm._runtime.listener import Connection
+from pycomm._runtime.sockets import Connection
 
 Effect = tuple[Any, ...]  # on the network: a verb and its objects
 Request = tuple[Any, ...]  # a question to it

@@ -1,0 +1,391 @@
+"""Checks and conversions of arguments."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import numbers
+import sys
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.utils.data import get_worker_info
+from torch.utils.dlpack import from_dlpack
+
+from pycomm import _C
+from pycomm._runtime.torch_private import internal_overlap, local_tensor
+
+# The supported dtypes, reductions and algorithms, as C++ knows them.
+
+# The dtypes of tensors. Which reductions a dtype has is up to csrc/core/elements.h.
+ELEMENTS = tuple(getattr(torch, name) for name in _C.elements if hasattr(torch, name))
+# From names to numbers of the enums in csrc/. The dtypes with arithmetic of their own:
+DTYPES = {getattr(torch, name): number for name, number in _C.dtypes.items()}
+OPS = _C.reduce_ops
+ALGORITHMS = _C.algorithms
+CODED_ALGORITHMS = {name: ALGORITHMS[name] for name in ("auto", *_C.coded_algorithms)}
+# The algorithms that add in rank order and round once.
+FIXED_ORDER = [name for name in ALGORITHMS if name not in _C.partial_sum_algorithms]
+CODECS = _C.codecs
+
+
+def check_dtype(argument: str, dtype: torch.dtype) -> None:
+    """Raises ValueError for a dtype that no collective accepts."""
+    if dtype not in ELEMENTS:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in ELEMENTS)
+        raise ValueError(f"{argument} must have one of the dtypes {allowed}, got {dtype}")
+
+
+def check_choice(argument: str, value: str, choices: dict[str, int]) -> int:
+    """The number of a choice; ValueError for anything else."""
+    if value not in choices:
+        raise ValueError(f"{argument} must be one of {', '.join(choices)}, got {value!r}")
+    return choices[value]
+
+
+@functools.cache
+def operation_of(
+    collective: str, algorithm: str, dtype: torch.dtype, op: str = "sum", root: int = 0
+) -> _C.Operation:
+    """An operation of any size; ValueError if the dtype or its reduction is not supported."""
+    check_dtype("dtype", dtype)
+    name = str(dtype).removeprefix("torch.")
+    return _C.Operation(collective=collective, algorithm=algorithm, dtype=name, op=op, root=root)
+
+
+# Arguments in torch.distributed's conventions: groups, timeouts, reductions.
+
+TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "prod": dist.ReduceOp.PRODUCT,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+
+
+def seconds(timeout: object, default: float) -> float:
+    """Converts a timeout to seconds: a number, a timedelta, or None for the default."""
+    if timeout is None:
+        return default
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(
+            f"timeout must be seconds, a datetime.timedelta or None for {default:g} s, "
+            f"got {timeout!r}"
+        )
+    found = float(value)
+    if not found > 0:
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    if found > _C.most_seconds:
+        raise ValueError(f"timeout must be at most {_C.most_seconds} s, got {timeout}")
+    return found
+
+
+def check_whole(name: str, value: object) -> None:
+    """Raises TypeError unless `value` is an int."""
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+
+
+def check_process_group(group: object) -> None:
+    """Raises an error unless `group` is None, a ProcessGroup or a one-dimensional DeviceMesh."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group must contain this process")
+    dimensions = getattr(group, "ndim", 1) if hasattr(group, "get_group") else 1
+    if dimensions != 1:
+        raise ValueError(
+            f"group must be a DeviceMesh of one dimension, got {group!r}: pass mesh[name], or "
+            "mesh.get_group(name)"
+        )
+    if not (group is None or hasattr(group, "get_group") or isinstance(group, dist.ProcessGroup)):
+        number = isinstance(group, numbers.Real)
+        raise TypeError(
+            "group must be a torch.distributed process group, a DeviceMesh of one dimension or "
+            f"None, got {group!r}" + (f": pass timeout={group}" if number else "")
+        )
+
+
+def process_group_of(group: Any) -> Any:
+    """The process group of an argument `group`; torch.distributed must be set up."""
+    if hasattr(group, "get_group"):
+        return group.get_group()
+    return group if group is not None else dist.group.WORLD
+
+
+def not_set_up(in_threads: bool) -> ValueError:
+    """The error for a missing default group; `in_threads` if the ranks are threads."""
+    if in_threads:
+        return ValueError(
+            "group must be given by the ranks of a pycomm.LocalWorld, which have no default group: "
+            "pass the one that LocalWorld.run gave to this rank"
+        )
+    return ValueError(
+        "torch.distributed is not set up, and torchrun's environment is absent: start with "
+        "torchrun, call torch.distributed.init_process_group, or use pycomm.LocalWorld"
+    )
+
+
+def reduction(op: object, allowed: Iterable[str]) -> str:
+    """Pycomm's name of a reduction that is given by name or as torch.distributed's ReduceOp."""
+    for name in allowed:
+        if op == (name if isinstance(op, str) else TORCH_OPS[name]):
+            return name
+    torchs = "" if isinstance(op, str) else " or torch.distributed's ReduceOp of that meaning,"
+    raise ValueError(f"op must be one of {', '.join(allowed)},{torchs} got {op!r}")
+
+
+def check_rank(argument: str, rank: object, size: int) -> None:
+    """Raises ValueError unless `rank` is the number of a rank in a group of this size."""
+    if not isinstance(rank, numbers.Integral) or not 0 <= int(rank) < size:
+        raise ValueError(f"{argument} must be a rank from 0 to {size - 1}, got {rank!r}")
+
+
+def check_is_rank() -> None:
+    """Raises RuntimeError in a DataLoader's worker, which inherits torchrun's environment."""
+    importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if importing or get_worker_info() is not None:
+        raise RuntimeError(
+            "this process is a child of a rank, such as a worker of a DataLoader, and no rank "
+            "itself: it must not make or use groups. Scripts that start such processes make theirs "
+            "under `if __name__ == '__main__':`"
+        )
+
+
+# Checks of tensors that take part in an operation.
+
+# Types that need no further check that they have memory of their own.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def check_memory(argument: str, tensor: torch.Tensor) -> None:
+    """Raises an error for tensors that do not directly refer to CPU or CUDA memory.
+
+    A tensor subclass that handles operations itself (DTensor, FakeTensor, MaskedTensor) stores its
+    elements elsewhere or has none, and so do tensors inside of torch.func's transforms.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        local = ": pass its to_local()" if hasattr(tensor, "to_local") else ""
+        raise TypeError(
+            f"{argument} must be an ordinary tensor, got a {type(tensor).__name__}{local}"
+        )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise ValueError(f"{argument} must be dense, got {kind}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{argument} must lie on the CPU or a CUDA device, got {tensor.device}")
+    if not _has_memory(tensor):
+        raise TypeError(
+            f"{argument} must have memory, got a tensor without: one inside of a torch.func "
+            "transform, or whose storage has been freed"
+        )
+    if tensor.is_neg():
+        raise ValueError(f"{argument} must be materialised, got a negated view: call resolve_neg()")
+    if tensor.is_conj():
+        raise ValueError(f"{argument} must be materialised, got a conjugate: call resolve_conj()")
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # "... Tensor that doesn't have storage"
+        return False
+
+
+def check_tensor(argument: str, tensor: torch.Tensor) -> None:
+    """Raises an error for tensors that no collective accepts."""
+    check_memory(argument, tensor)
+    check_dtype(argument, tensor.dtype)
+    check_no_gradient(argument, tensor)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """True for a DTensor. Does not import DTensor, because this takes seconds."""
+    if type(tensor) in PLAIN:
+        return False
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a DTensor; another tensor itself."""
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor
+
+
+def needs_gradient(tensor: torch.Tensor) -> bool:
+    """True if autograd records what happens to this tensor."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """True if the tensor takes part in forward-mode differentiation."""
+    dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return dual.tangent is not None
+
+
+def check_no_gradient(argument: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for tensors for which autograd would silently ignore the operation."""
+    if needs_gradient(tensor):
+        raise ValueError(
+            f"{argument} must not require grad: only torch.ops.pycomm's all_reduce, reduce, "
+            "reduce_scatter, all_gather, all_to_all and broadcast have gradients; use those, pass "
+            f"{argument}.detach(), or call under torch.no_grad()"
+        )
+    if has_tangent(tensor):
+        raise ValueError(f"{argument} must not carry a tangent: this operation has no derivative")
+
+
+def check_written(argument: str, tensor: torch.Tensor) -> None:
+    """Raises an error for tensors that cannot receive a result."""
+    check_tensor(argument, tensor)
+    check_no_overlap(argument, tensor)
+
+
+def check_no_overlap(argument: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for tensors whose elements share memory."""
+    if internal_overlap(tensor) == 1:
+        raise ValueError(f"{argument} must not overlap itself in memory, got an expanded tensor")
+
+
+def check_same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raises ValueError unless two tensors have the same dtype and device."""
+    if tensor.dtype != other.dtype:
+        raise ValueError(f"{name} must have {other_name}'s dtype {other.dtype}, got {tensor.dtype}")
+    if tensor.device != other.device:
+        raise ValueError(
+            f"{name} must lie on {other_name}'s device {other.device}, got {tensor.device}"
+        )
+
+
+def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raises ValueError unless two tensors have the same dtype, device and shape."""
+    check_same_kind(name, tensor, other_name, other)
+    if tensor.shape != other.shape:
+        raise ValueError(
+            f"{name} must have {other_name}'s shape {tuple(other.shape)}, got {tuple(tensor.shape)}"
+        )
+
+
+def check_blocks(
+    name: str, tensor: torch.Tensor, block_name: str, block: torch.Tensor, size: int
+) -> None:
+    """Raises ValueError unless `tensor` has `size` times as many elements as `block`."""
+    check_same_kind(name, tensor, block_name, block)
+    if tensor.numel() != block.numel() * size:
+        raise ValueError(
+            f"{name} must have {size} (the group's size) times as many elements as {block_name}, "
+            f"{block.numel() * size}, got {tensor.numel()}"
+        )
+
+
+def check_disjoint(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raises ValueError if two tensors overlap, unless they are the same dense tensor."""
+    if tensor.numel() == 0 or other.numel() == 0:
+        return
+    if (
+        tensor.data_ptr() == other.data_ptr()
+        and tensor.numel() == other.numel()
+        and tensor.is_contiguous()
+        and other.is_contiguous()
+    ):
+        return  # in place
+    (a, a_end), (b, b_end) = _span(tensor), _span(other)
+    if a < b_end and b < a_end:
+        raise ValueError(f"{name} must not overlap {other_name} in memory")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+# Converts arrays of other libraries to tensors that share their memory.
+
+
+def as_tensor(argument: str, value: Any, *, written: bool) -> torch.Tensor:
+    """The tensor itself, or a tensor that shares the memory of a DLPack array (NumPy, CuPy)."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if not hasattr(value, "__dlpack__"):
+        number = isinstance(value, numbers.Number)
+        raise TypeError(
+            f"{argument} must be a torch.Tensor or an array with __dlpack__, "
+            f"got {type(value).__name__}" + (f": pass torch.tensor({value})" if number else "")
+        )
+    if any(stride < 0 for stride in getattr(value, "strides", None) or ()):
+        raise ValueError(f"{argument} must not have negative strides, which torch lacks")
+    if written and not getattr(getattr(value, "flags", None), "writeable", True):
+        raise ValueError(f"{argument} must be writable, got a read-only array")
+    try:
+        return from_dlpack(value)
+    except (BufferError, RuntimeError) as error:
+        raise ValueError(f"{argument} must be an array that torch can take: {error}") from error
+
+
+# Arguments of codecs: what can be encoded, and where it is written.
+
+COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_compressible(argument: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless codecs support the tensor's dtype."""
+    if tensor.dtype not in COMPRESSIBLE:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
+        raise ValueError(f"{argument} must have one of the dtypes {allowed}, got {tensor.dtype}")
+
+
+def check_step(step: int) -> None:
+    """Raises an error unless `step` is in the range of the random numbers' counter."""
+    check_whole("step", step)
+    if not 0 <= step < 2**32:
+        raise ValueError(f"step must be from 0 to 2^32 - 1, got {step}")
+
+
+def check_count(n: int) -> None:
+    """Raises an error unless `n` can be a number of elements."""
+    check_whole("n", n)
+    if n < 0:
+        raise ValueError(f"n must not be negative, got {n}")
+
+
+def elements(argument: str, value: Any) -> torch.Tensor:
+    """A contiguous tensor of what is to be encoded."""
+    tensor = as_tensor(argument, value, written=False)
+    check_memory(argument, tensor)
+    check_compressible(argument, tensor)
+    return tensor.detach().contiguous()
+
+
+def check_wire(argument: str, wire: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Raises ValueError unless encoded bytes can lie there; returns `wire`."""
+    check_memory(argument, wire)
+    if wire.dtype != torch.uint8 or not wire.is_contiguous():
+        raise ValueError(f"{argument} must be contiguous and uint8, got {wire.dtype}")
+    if wire.device != device:
+        raise ValueError(f"{argument} must lie on {device}, got {wire.device}")
+    if wire.data_ptr() % 4:
+        raise ValueError(f"{argument} must be aligned to 4 bytes")
+    return wire
+
+
+def check_target(target: torch.Tensor, n: int, device: torch.device, add: bool) -> None:
+    """Raises ValueError unless `n` elements can be decoded into it."""
+    check_memory("out", target)
+    check_compressible("out", target)
+    check_no_gradient("out", target)
+    if target.numel() != n or not target.is_contiguous():
+        raise ValueError(f"out must be contiguous and have {n} elements, got {target.numel()}")
+    if target.device != device:
+        raise ValueError(f"out must lie on {device}, got {target.device}")
+    if add and target.dtype != torch.float32:
+        raise ValueError(f"out must be float32 where add=True, got {target.dtype}")

@@ -1,1 +1,0 @@
-"""Checks and conversions of arguments."""

@@ -1,0 +1,377 @@
+"""A rank's connections to other nodes over NCCL, and the exchange over them.
+
+Operations are enqueued on a stream of their own, and a thread watches their deadlines. Tensors on
+the CPU take the group's own link (pycomm/_runtime/internode.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
+
+from pycomm import _C
+from pycomm._runtime.threads import start_thread
+from pycomm._runtime.torch_private import backends_of, new_nccl
+from pycomm.errors import CollectiveError, Timeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch.distributed.distributed_c10d import Store
+
+    from pycomm._runtime.internode import Nodes
+    from pycomm._runtime.lifetime import Member
+
+# The exchange between nodes over NCCL.
+#
+# The ranks that carry a stripe, one of each node, have an NCCL communicator of their own. Tensors
+# travel as bytes.
+
+_LOOK_EVERY = 0.02  # seconds, at work on a device
+
+
+def has_nccl(group: Any) -> bool:
+    """True if the process group has NCCL for CUDA tensors, and this rank has a device."""
+    return backends_of(group).get("cuda") == "nccl" and torch.cuda.is_available()
+
+
+def subgroup_of(group: Any, ranks: Sequence[int], timeout: float) -> Any:
+    """A new process group of some ranks of another one, in which only these take part."""
+    found = [dist.get_global_rank(group, rank) for rank in ranks]
+    patience = timedelta(seconds=timeout)
+    return dist.new_group(found, patience, "gloo", use_local_synchronization=True)
+
+
+class StripePeers:
+    """The ranks of all nodes that carry one stripe.
+
+    Args:
+        store: a Store that only these ranks use.
+        here: the index of this rank among them, which is that of its node.
+        nodes: the number of nodes.
+        timeout: seconds that connecting may take.
+    """
+
+    def __init__(self, store: Store, here: int, nodes: int, timeout: float) -> None:
+        self._nodes, self._timeout = nodes, timeout
+        self._aborted = False  # no Event, because a signal's handler may abort
+        self._owner = os.getpid()
+        self._backend = new_nccl(store, here, nodes)
+
+    def all_to_all(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
+        """Sends part m of `given` to node m; `output` receives a part of each node, in order."""
+        return self._start(
+            self._backend.alltoall_base, _bytes(output), _bytes(given), [], [], AllToAllOptions()
+        )
+
+    def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
+        """Collects all nodes' `given` in `output`, in their order."""
+        return self._start(self._backend._allgather_base, _bytes(output), _bytes(given))
+
+    def broadcast(self, tensor: torch.Tensor, node: int) -> Transfer:
+        """Copies a node's tensor to all others."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = node, 0
+        return self._start(self._backend.broadcast, [_bytes(tensor)], options)
+
+    def connect(self) -> None:
+        """Makes NCCL connect on the current device, so that no operation has to.
+
+        Raises:
+            TimeoutError: another node has not come within the timeout.
+        """
+        sums = torch.zeros(self._nodes, dtype=torch.float32, device="cuda")
+        self.all_gather(sums, sums[:1].clone()).wait()
+        done = Point(torch.cuda.current_stream().record_event())
+        deadline = time.monotonic() + self._timeout
+        while not _happened(done):
+            if self._aborted or time.monotonic() > deadline:
+                self.abort()
+                raise TimeoutError(f"NCCL has not connected within {self._timeout:g} s")
+            time.sleep(_LOOK_EVERY)
+
+    def abort(self) -> None:
+        """Ends all transfers, also those of other nodes that wait for this one."""
+        if os.getpid() != self._owner:  # a forked child has the parent's connections
+            return
+        self._aborted = True
+        with contextlib.suppress(RuntimeError):  # the device has failed
+            self._backend.abort()
+
+    def close(self) -> None:
+        """Ends the communicator. What this rank has sent still arrives."""
+        if os.getpid() != self._owner:
+            _inherited.append(self._backend)
+            return
+        if self._aborted:
+            return
+        with contextlib.suppress(RuntimeError):  # another node has gone
+            self._backend.shutdown()  # without it, NCCL aborts what it still sends
+
+    def _start(self, operation: Any, *arguments: Any) -> Transfer:
+        return Transfer(operation(*arguments), arguments)
+
+
+_inherited: list[Any] = []  # a forked child lacks the threads that a backend's end waits for
+
+
+class Transfer:
+    """A running operation. It keeps its tensors alive."""
+
+    def __init__(self, work: Any, tensors: Any) -> None:
+        self._work, self._tensors = work, tensors
+
+    def wait(self) -> None:
+        """Makes the current stream wait for it; nothing is raised."""
+        self._work.wait()
+        self._tensors = None
+
+
+class DeadlineThread:
+    """A thread that watches the deadlines of work on a device.
+
+    It ends when nobody has the watch any more.
+
+    Args:
+        timeout: seconds that a piece of work may take once it has begun.
+        overrun: a method, called once, when one takes longer; nothing is watched afterwards.
+    """
+
+    def __init__(self, timeout: float, overrun: Callable[[], None]) -> None:
+        self._pairs: Pairs = queue.SimpleQueue()
+        self._ending = threading.Event()
+        arguments = (self._pairs, self._ending, timeout, weakref.WeakMethod(overrun))
+        self._thread = threading.Thread(
+            target=_watch_pairs, args=arguments, name="pycomm-watch", daemon=True
+        )
+        start_thread(self._thread)
+
+    def add(self, begin: Event, end: Event) -> None:
+        """Watches the work between two events."""
+        self._pairs.put((begin, end))
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._tell()
+        self._thread.join()
+
+    def _tell(self) -> None:
+        self._ending.set()
+        self._pairs.put(None)
+
+    def __del__(self) -> None:
+        self._tell()
+
+
+def _watch_pairs(
+    pairs: Pairs,
+    ending: threading.Event,
+    timeout: float,
+    overrun: weakref.WeakMethod[Callable[[], None]],
+) -> None:
+    while (pair := pairs.get()) is not None:
+        begin, end = pair
+        if not _await(begin, ending, None):
+            return
+        if not _await(end, ending, time.monotonic() + timeout):
+            call = overrun()
+            if call is not None and not ending.is_set():
+                call()
+            return
+
+
+def _await(event: Event, ending: threading.Event, deadline: float | None) -> bool:
+    """Waits for an event; False if the deadline has passed, or the thread is to end."""
+    while not _happened(event):
+        late = deadline is not None and time.monotonic() > deadline
+        if late or ending.wait(_LOOK_EVERY):
+            return False
+    return True
+
+
+class Event(Protocol):
+    """What tells whether work on a device has come to a point, such as torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """True if it has."""
+
+
+class Point:
+    """An event of a CUDA stream, which any thread may query while another one captures."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def query(self) -> bool:
+        """True if the stream has come to the event."""
+        return _C.cuda_completed(self._event.cuda_event)
+
+
+def _happened(event: Event) -> bool:
+    """True if it has; a device that has failed never comes to it."""
+    try:
+        return event.query()
+    except RuntimeError:
+        return False
+
+
+Pairs: TypeAlias = "queue.SimpleQueue[tuple[Event, Event] | None]"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+# A rank's connections to other nodes over NCCL, and its operations on them.
+
+
+class InternodeProcessGroups:
+    """The connections of one rank.
+
+    Args:
+        core: the group's core.
+        nodes: the ranks of each node.
+        rank: this rank.
+        node: a group of this node's ranks; None if there is only one.
+        carriers: the ranks that carry the same stripe; None if this rank carries none.
+        timeout: seconds that an operation may take.
+
+    Attributes:
+        world: the number of ranks.
+        here: the index of this node.
+        index: the index of this rank among those of its node.
+        stripes: the number of ranks of every node that carry stripes.
+        even: True if every node has as many ranks.
+    """
+
+    def __init__(
+        self,
+        core: _C.Group,
+        nodes: Nodes,
+        rank: int,
+        node: Member | None,
+        carriers: StripePeers | None,
+        timeout: float,
+    ) -> None:
+        self.node, self.carriers = node, carriers
+        self.nodes, self.here, self.stripes = nodes.ranks, nodes.here, nodes.stripes
+        self.rank, self.index = rank, nodes.local.index(rank)
+        self.world = sum(map(len, nodes.ranks))
+        self.even = {len(ranks) for ranks in nodes.ranks} == {nodes.stripes}
+        self._core, self._timeout = core, timeout
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._orders: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+        self._watch: DeadlineThread | None = None
+        self._overrun = False
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The node of a rank, and its index there."""
+        node = next(m for m, ranks in enumerate(self.nodes) if rank in ranks)
+        return node, self.nodes[node].index(rank)
+
+    def by_index(self, device: torch.device) -> torch.Tensor:
+        """All ranks, if nodes are of one size: the first of every node, then the second ones."""
+        return self._order(itertools.chain(*zip(*self.nodes, strict=True)), device)
+
+    def node_order(self, device: torch.device) -> torch.Tensor | None:
+        """All ranks, node by node; None if that is their order anyway."""
+        ranks = list(itertools.chain(*self.nodes))
+        return None if ranks == sorted(ranks) else self._order(ranks, device)
+
+    def _order(self, ranks: Iterable[int], device: torch.device) -> torch.Tensor:
+        key = (*ranks,), device
+        if key not in self._orders:
+            self._orders[key] = torch.tensor(key[0], dtype=torch.int64, device=device)
+        return self._orders[key]
+
+    def enqueue(
+        self, device: torch.device, flow: Callable[[], None], tensors: Iterable[torch.Tensor]
+    ) -> None:
+        """Enqueues the flow of an operation on a CUDA device, after the current stream's work.
+
+        Later work on the current stream waits for it. A captured stream captures it.
+        """
+        self.check()
+        self._core.check_usable()
+        current = torch.cuda.current_stream(device)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            captured = torch.cuda.is_current_stream_capturing()
+            begin = None if captured else Point(stream.record_event())
+            try:
+                flow()
+            except CollectiveError as error:  # the ranks of this node have numbers of their own
+                self._end_all()
+                rank = self.nodes[self.here][error.rank]
+                raise type(error)(
+                    f"inside node {self.here}: {error}", rank=rank, pid=error.pid
+                ) from error
+            except BaseException:  # the other ranks wait for what has not been enqueued
+                self._end_all()
+                raise
+            finally:  # kernels that have been enqueued use the tensors
+                current.wait_stream(stream)
+                for tensor in tensors:
+                    tensor.record_stream(stream)
+            if begin is not None:
+                if self._watch is None:
+                    self._watch = DeadlineThread(self._timeout, self._end_overrun)
+                self._watch.add(begin, Point(stream.record_event()))
+
+    def check(self) -> None:
+        """Raises Timeout, once, if work on a device has overrun its deadline."""
+        if self._overrun:
+            self._overrun = False
+            raise Timeout(
+                f"an operation between nodes took longer than {self._timeout:g} s: "
+                "NCCL was aborted",
+                rank=self.rank,
+            )
+
+    def abort(self) -> None:
+        """Ends operations that are under way, here and on other nodes."""
+        carriers = self.carriers  # another thread may close the group
+        if carriers is not None:
+            carriers.abort()
+        if self.node is not None:
+            self.node.abort()
+
+    def close(self) -> None:
+        """Finishes operations that are under way."""
+        try:
+            for stream in self._streams.values():
+                stream.synchronize()
+        except BaseException:  # interrupted
+            self._end_all()
+            raise
+        finally:
+            if self._watch is not None:
+                self._watch.end()
+            carriers, self.carriers = self.carriers, None
+            if carriers is not None:
+                carriers.close()
+            if self.node is not None:
+                self.node.close()
+
+    def _end_overrun(self) -> None:
+        """Ends everything, because work on a device has overrun its deadline."""
+        self._overrun = True
+        self._end_all()
+
+    def _end_all(self) -> None:
+        self.abort()
+        self._core.abort()

@@ -1,0 +1,473 @@
+"""How a group grows by processes that wait at the port of its first rank.
+
+1. *Announce.* The first rank looks who waits, and broadcasts in the group how long its news are:
+   nothing, as a rule. Otherwise it serves a Store with the introductions of all, members first, and
+   sends its address to the members in another broadcast, and to the newcomers over their
+   connections.
+2. *Set up.* All set up memory and connections over that Store, as in ``pycomm.init()``. The first
+   rank watches the connections of all that are not on its node; each rank watches its own node.
+3. *Decide.* The members decide in their group whether all of them have the larger one. If not, they
+   leave it, and go on as they were.
+4. *Enter.* All ranks of the larger group run a barrier in it. So a newcomer knows that all members
+   have decided for it; and a member, that all others know the decision before it leaves the group.
+   If the barrier fails, one more decision serves for that, whatever its outcome is.
+
+A newcomer that fails before the decision is not in it. If one fails later, the larger group has
+failed, and can shrink.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import json
+import re
+import secrets
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from pycomm._inputs import operation_of
+from pycomm._runtime import host, log
+from pycomm._runtime.lifetime import Member
+from pycomm._runtime.rendezvous import build, introduction, set_up
+from pycomm._runtime.sockets import Acceptor, Connection, hosts_of, own_address
+from pycomm._runtime.stores import reach, serve
+from pycomm._runtime.threads import Deadline
+from pycomm.errors import CollectiveError, PycommError, Timeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch.distributed.distributed_c10d import Store
+
+    from pycomm import _C
+    from pycomm._runtime.rendezvous import RendezvousResult
+
+# The door of a group that runs: a port of its first rank, on which processes ask to join it.
+
+_GREETS_WITHIN = 5.0  # seconds
+_MOST_SILENT = 64  # connections that have not said who they are, for each takes a descriptor
+_TRIES_EVERY = 0.05  # seconds
+_WRITTEN = re.compile(r"\[?([^][/\s\0]+)\]?:(\d+)/([0-9a-f]{32})")
+
+
+class Address(NamedTuple):
+    """The place of a door. Its text is ``host:port/secret``."""
+
+    host: str
+    port: int
+    secret: str
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}/{self.secret}"
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """The address in a text; ValueError if it is none."""
+        found = _WRITTEN.fullmatch(text.strip())
+        if found is None or int(found[2]) > 65535:
+            raise ValueError(f"address must be that of a group, host:port/secret, got {text!r}")
+        name, port, secret = found.groups()
+        return cls(name, int(port), secret)
+
+
+def read_addresses(path: Path) -> list[Address]:
+    """The addresses in a file, which may not be there yet, or not whole."""
+    with contextlib.suppress(OSError, ValueError):
+        return [Address.parse(line) for line in path.read_text().splitlines()]
+    return []
+
+
+class JoinServer(Acceptor):
+    """Lets processes ask to join. Nothing here ever blocks.
+
+    Args:
+        host: the address of this node.
+        before: the address of the door before this one, whose rank may have died. On its node this
+            one takes the same port, if that is free, so that the address stays.
+
+    Attributes:
+        address: where it is.
+    """
+
+    def __init__(self, host: str, before: Address | None) -> None:
+        try:
+            super().__init__(host, before.port if before and before.host == host else 0)
+        except OSError:  # another process has the port
+            super().__init__(host)
+        secret = secrets.token_hex(16) if before is None else before.secret
+        self.address = Address(host, self.port, secret)
+        self._callers: list[Connection] = []
+
+    def callers(self, objection: Callable[[Any], str]) -> list[Connection]:
+        """Those who wait to be let in.
+
+        Args:
+            objection: returns why a process cannot be let in that has said this; else nothing.
+        """
+        self.accept()
+        strangers, self.strangers = self.strangers, []
+        for stranger in strangers:
+            if stranger.said is not None:
+                why = self._doubt(stranger.said) or objection(stranger.said)
+                if why:
+                    stranger.say({"refused": why})
+                    stranger.close()
+                else:
+                    self._callers.append(stranger)
+            elif stranger.age < _GREETS_WITHIN:
+                self.strangers.append(stranger)
+            else:
+                stranger.close()
+        while len(self.strangers) > _MOST_SILENT:  # newcomers greet at once, so the last may be one
+            self.strangers.pop(0).close()
+        gone = [caller for caller in self._callers if caller.hears_end()]
+        for caller in gone:
+            caller.close()
+        self._callers = [caller for caller in self._callers if caller not in gone]
+        return self._callers
+
+    def let_in(self) -> list[Connection]:
+        """Leaves those who wait to the caller."""
+        callers, self._callers = self._callers, []
+        return callers
+
+    def close_sockets(self) -> None:
+        """Those who wait see that, and try again until their timeout."""
+        super().close_sockets()
+        for caller in self._callers:
+            caller.close()
+
+    def _doubt(self, said: Any) -> str:
+        secret = said.get("secret") if isinstance(said, dict) else None
+        # Half of a surrogate pair, which JSON may have, could not be encoded.
+        if isinstance(secret, str) and hmac.compare_digest(
+            secret.encode(errors="replace"), self.address.secret.encode()
+        ):
+            return ""
+        return "the secret in the address is not this group's"
+
+
+def request_join(
+    addresses: Callable[[], Sequence[Address]], mine: object, deadline: Deadline
+) -> tuple[Address, Connection, dict[str, Any]]:
+    """Waits until a group lets this process in.
+
+    Args:
+        addresses: returns where the group's door may be now; a door that has moved is not waited
+            for.
+        mine: what the group must know of this process.
+        deadline: until when to try.
+
+    Returns:
+        The door's address, the connection to the group's first rank, and what that rank has said.
+
+    Raises:
+        ValueError: the group refuses this process.
+        pycomm.Timeout: the group has not let it in, perhaps because its host's name is unknown.
+    """
+    unknown = ""
+    try:
+        while True:
+            for address in addresses():
+                try:
+                    door = _ask(address, hosts_of(address.host), addresses, mine, deadline)
+                except (socket.gaierror, UnicodeError) as error:  # it may become known
+                    unknown = f": the host name {address.host!r} is unknown ({error})"
+                    continue
+                unknown = ""
+                if door is not None:
+                    if "refused" in door.said:
+                        door.close()
+                        raise ValueError(f"the group refuses this process: {door.said['refused']}")
+                    return address, door, door.said
+            with deadline.slice():
+                time.sleep(_TRIES_EVERY)
+    except TimeoutError:
+        message = "joining: the group has not let this process in before the timeout"
+        raise Timeout(message + unknown, operation="join") from None
+
+
+def _ask(
+    address: Address,
+    hosts: Sequence[str],
+    addresses: Callable[[], Sequence[Address]],
+    mine: object,
+    deadline: Deadline,
+) -> Connection | None:
+    """The connection to a door that has answered; None if nobody is there, or it has moved.
+
+    Args:
+        address: the door's.
+        hosts: the addresses that its host may have, of which the first that answers is taken.
+        addresses: as for :func:`request_join`.
+        mine: as for :func:`request_join`.
+        deadline: as for :func:`request_join`.
+    """
+    for name in hosts:
+        try:
+            door = Connection.to(name, address.port)
+        except OSError as error:
+            if error.errno == errno.EAFNOSUPPORT:  # this kernel has no IPv6
+                continue
+            raise
+        try:
+            # There are no addresses while the file is written.
+            while not (door.ended or door.unreachable) and address in (addresses() or [address]):
+                if door.established and not door.spoken:
+                    door.say({"secret": address.secret, "mine": mine})
+                door.hear()
+                if isinstance(door.said, dict):
+                    return door
+                with deadline.slice():
+                    door.wait(_TRIES_EVERY)
+        except BaseException:
+            door.close()
+            raise
+        door.close()
+    return None
+
+
+# How a group grows by processes that wait at its door (pycomm/_runtime/grow.py).
+
+Kind = TypeVar("Kind", bound=Member)
+
+
+class Growth(Generic[Kind]):
+    """One rank's part in it.
+
+    Args:
+        everyone: the introductions of all ranks.
+        terms: what newcomers must know to make the larger group, besides their membership.
+        make: makes the larger group of this rank's membership.
+
+    Attributes:
+        address: where the door is, as far as this rank knows.
+    """
+
+    def __init__(
+        self,
+        everyone: Sequence[Mapping[str, Any]],
+        terms: Mapping[str, Any],
+        make: Callable[[RendezvousResult], Kind],
+    ) -> None:
+        self.address: Address | None = None
+        self._everyone, self._terms, self._make = everyone, terms, make
+        self._door: JoinServer | None = None  # on the first rank, once it is open
+        self._told = False  # whether all ranks know the address
+        self._length = host.zeros(1, dtype=torch.int64)  # of news
+        self._store: Store | None = None  # that this rank serves
+        self._watched: dict[int, Connection] = {}  # by ranks of the larger group
+        self._busy = threading.Lock()
+
+    def inherit(self, before: Growth[Kind]) -> None:
+        """Takes the door of the group before, or its address."""
+        self.address = before.address
+        self._door, before._door = before._door, None
+
+    def open(self, group: Kind) -> None:
+        """Opens the door, if this is the first rank."""
+        if group.rank == 0 and self._door is None:
+            group._core.check_usable()
+            self._door = JoinServer(self._host(group), self.address)
+            self.address = self._door.address
+
+    def close(self) -> None:
+        """Closes the door."""
+        if self._door is not None:
+            self._door.close_sockets()
+
+    def grow(self, group: Kind, patience: float) -> Kind | None:
+        """See :meth:`pycomm.Group.grow`.
+
+        Args:
+            group: this rank's membership.
+            patience: seconds for setting up the larger group.
+
+        Returns:
+            The larger group; None if there is none.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("grow() is running in another thread of this rank")
+        try:
+            news = self._announce(group, patience)
+            if "store" not in news:
+                return None
+            larger = self._set_up(group, news["store"], patience)
+            with contextlib.ExitStack() as failed:
+                if larger is not None:
+                    failed.callback(larger.close)
+                if not group.should_commit(larger is not None) or larger is None:
+                    return None
+                self._enter(group, larger)
+                failed.pop_all()
+            return larger
+        finally:
+            for connection in self._watched.values():
+                connection.close()
+            self._watched, self._store = {}, None
+            self._busy.release()
+
+    def _announce(self, group: Kind, patience: float) -> dict[str, Any]:
+        """The first rank's news, on all ranks: the door's address, and the Store's."""
+        core, text = group._core, b""
+        if group.rank == 0:
+            try:
+                news = self._invite(group, patience)
+            except Exception as error:  # too many open files, say; the others wait for the news
+                log.not_grown(group, error)
+                news = {}
+            if news or (self.address is not None and not self._told):
+                text = json.dumps({"door": self.address, **news}).encode()
+            self._length.fill_(len(text))
+        _broadcast(core, self._length)
+        if not self._length:
+            return {}
+        data = host.tensor(list(text or bytes(int(self._length))), dtype=torch.uint8)
+        _broadcast(core, data)
+        found: dict[str, Any] = json.loads(bytes(data.tolist()))
+        self.address, self._told = Address(*found["door"]), True
+        return found
+
+    def _invite(self, group: Kind, patience: float) -> dict[str, Any]:
+        """If processes wait at the door, serves a Store for the larger group."""
+        self.open(group)
+        if self._door is None or not self._door.callers(self._objection):
+            return {}
+        store, port = serve(self._door.address.host, patience)
+        self._store = store
+        callers = self._door.let_in()
+        everyone = [*self._everyone, *(self._introduction_of(caller.said) for caller in callers)]
+        store.set("everyone", json.dumps([{**each, "nccl": False} for each in everyone]))
+        where = self._door.address.host, port
+        for rank, caller in enumerate(callers, start=group.size):
+            caller.say({"store": where, "rank": rank, "patience": patience, "terms": self._terms})
+            self._watched[rank] = caller
+        if group._listener is not None:
+            for rank, number in enumerate(group.ranks):
+                if self._everyone[rank]["node"] != self._everyone[0]["node"]:
+                    self._watched[rank] = group._listener.connect(number)
+        return {"store": where}
+
+    def _objection(self, said: Any) -> str:
+        """Why the group cannot take a process that introduces itself so; empty if it can."""
+        mine = said.get("mine")
+        if not _is_introduction(mine):
+            return "it has not introduced itself as a process with pycomm does"
+        for name, ours in build().items():
+            if mine["settings"].get(name) != ours:
+                return f"{name} must be {ours}, as in the group, got {mine['settings'].get(name)}"
+        for other in self._everyone:
+            if other["node"] == mine["node"] and other["user"] != mine["user"]:
+                return f"on one node, all must be of one user, {other['user']}, not {mine['user']}"
+        return ""
+
+    def _introduction_of(self, said: Any) -> dict[str, Any]:
+        return {**said["mine"], "settings": self._everyone[0]["settings"]}
+
+    def _set_up(self, group: Kind, where: list[Any], patience: float) -> Kind | None:
+        """This rank's membership in the larger group; None if it cannot be made."""
+        try:
+            store = self._store or reach(where, patience, lambda: not group._core.usable())
+            everyone = json.loads(store.get("everyone"))
+            deadline = Deadline(patience)
+            members = set_up(store, group.rank, everyone, deadline, self._lost, listens=True)
+            return self._make(members)
+        except Exception as error:
+            log.not_grown(group, error)
+            return None
+        except BaseException:
+            group.abort()  # the others wait for this rank's decision
+            raise
+
+    def _lost(self) -> list[int]:
+        return [rank for rank, other in self._watched.items() if other.hears_end()]
+
+    def _enter(self, group: Kind, larger: Kind) -> None:
+        try:
+            _barrier(larger._core)
+        except CollectiveError:  # so will the next operation
+            with contextlib.suppress(PycommError):
+                group.should_commit()
+
+    def _host(self, group: Kind) -> str:
+        listener = group._listener
+        return own_address() if listener is None else listener.addresses[group.ranks[0]][0]
+
+
+def enter(
+    addresses: Callable[[], Sequence[Address]],
+    seconds: float,
+    make: Callable[[RendezvousResult, int, Mapping[str, Any]], Kind],
+) -> Kind:
+    """Joins a group that grows.
+
+    Args:
+        addresses: returns where the group's door may be, anew for each try.
+        seconds: how long to wait until the group lets this process in.
+        make: makes the larger group of this rank's membership, the rank and the group's terms.
+
+    Raises:
+        As :func:`pycomm.join`.
+    """
+    deadline, mine = Deadline(seconds), introduction(0)
+    while True:
+        address, door, told = request_join(addresses, mine, deadline)
+        try:
+            made = _enter(door, told, make)
+            made._growth.address = address
+            return made
+        except RuntimeError:  # also all of pycomm's: the members have gone on without this process
+            if deadline.over():
+                raise
+        finally:
+            door.close()
+
+
+def _enter(
+    door: Connection,
+    told: Mapping[str, Any],
+    make: Callable[[RendezvousResult, int, Mapping[str, Any]], Kind],
+) -> Kind:
+    patience, rank = told["patience"], told["rank"]
+    store = reach(told["store"], patience, door.hears_end)
+    everyone = json.loads(store.get("everyone"))
+
+    def lost() -> list[int]:
+        return [0] if door.hears_end() else []
+
+    members = set_up(store, rank, everyone, Deadline(patience), lost, listens=True)
+    made = make(members, rank, told["terms"])
+    try:
+        _barrier(made._core)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _broadcast(core: _C.Group, data: torch.Tensor) -> None:
+    at, operation = data.data_ptr(), operation_of("broadcast", "auto", data.dtype)
+    core.run(operation, data.numel(), at, at, None, "grow")
+
+
+def _barrier(core: _C.Group) -> None:
+    core.run(operation_of("barrier", "one_shot", torch.uint8), 0, 0, 0, None, "grow")
+
+
+def _is_introduction(mine: Any) -> bool:
+    """True if it has what the others use (pycomm/_runtime/rendezvous.py), of the right types."""
+    kinds = {"pid": int, "user": int, "node": str, "cores": list, "settings": dict}
+    return (
+        isinstance(mine, dict)
+        and all(type(mine.get(name)) is kind for name, kind in kinds.items())
+        and 0 < mine["pid"] < 1 << 31
+        and all(type(core) is int for core in mine["cores"])
+    )

@@ -1,0 +1,158 @@
+"""How long groups live: their interface for the runtime, open groups by name, and forks.
+
+Such tensors lie in shared memory, which a fork does not copy. C++ makes them private to every child
+(csrc/cpu/fork.h). This module asks for a copy before each fork of Python's, so that the child has
+their values at the fork, as of other tensors: a child that writes a checkpoint must not see later
+steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+import weakref
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from pycomm import _C
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from pycomm._runtime.plan import Plan
+    from pycomm._runtime.sockets import Listener
+
+# The interface of a group for the modules that it is built from.
+
+
+class Member(Protocol):
+    """One rank's membership; :class:`pycomm.Group` documents the members."""
+
+    rank: int
+    size: int
+    timeout: float
+    staging_bytes: int
+    name: str
+    nodes: tuple[tuple[int, ...], ...]
+    stripes: int
+    ranks: tuple[int, ...]
+    _core: _C.Group
+    _told: set[str]
+    _growth: Any
+
+    def explain(
+        self,
+        nbytes: int,
+        dtype: torch.dtype = ...,
+        *,
+        algorithm: str = ...,
+        in_window: bool = ...,
+        device: str = ...,
+    ) -> Plan:
+        """Explains how an all-reduce would run."""
+
+    @property
+    def _listener(self) -> Listener | None:
+        """How ranks of other nodes reach this one after a failure, if they do."""
+
+    def should_commit(self, ready: bool = ...) -> bool:
+        """Decides whether all ranks are ready."""
+
+    def abort(self) -> None:
+        """Ends every rank's operations."""
+
+    def close(self) -> None:
+        """Leaves the group."""
+
+
+# The open groups of this process, by name.
+
+_FAREWELL = 0.5  # seconds that operations have when the interpreter exits
+
+Kind = TypeVar("Kind", bound="Member")
+
+
+class OpenGroups(Generic[Kind]):
+    """Weak references to open groups. At exit, aborts groups whose operations do not complete."""
+
+    def __init__(self) -> None:
+        self._by_name: weakref.WeakValueDictionary[str, Kind] = weakref.WeakValueDictionary()
+        self._afterwards: list[Callable[[], None]] = []
+        atexit.register(self._end)
+
+    def add(self, group: Kind) -> None:
+        """Adds a new group."""
+        self._by_name[group.name] = group
+
+    def find(self, name: str) -> Kind:
+        """The group with this name; ValueError if there is none."""
+        if name not in self._by_name:
+            raise ValueError(f"group must name an open pycomm group, got {name!r}")
+        return self._by_name[name]
+
+    def any_usable(self) -> bool:
+        """True if any group could run an operation now."""
+        return any(group._core.usable() for group in list(self._by_name.values()))
+
+    def forget(self) -> None:
+        """Removes all groups without ending them."""
+        self._by_name.clear()
+
+    def after_end(self, function: Callable[[], None]) -> None:
+        """Calls `function` at exit, after the groups' operations."""
+        self._afterwards.append(function)
+
+    def _end(self) -> None:
+        """Ends all operations, as their threads need the interpreter, which is about to end."""
+        busy = _still_busy(list(self._by_name.values()))
+        for group in busy:
+            group.abort()
+        _still_busy(busy)
+        for function in self._afterwards:
+            function()
+
+
+def _still_busy(groups: list[Kind]) -> list[Kind]:
+    """Waits for the groups' operations; returns the groups that are still busy at the end."""
+    end = time.monotonic() + _FAREWELL
+    while (groups := [group for group in groups if not group._core.idle()]) and (
+        time.monotonic() < end
+    ):
+        time.sleep(0.002)
+    return groups
+
+
+# What forked children have of this process's tensors in windows.
+
+# Functions that fork for children without use for a model, or for a program to execute. All callers
+# of a fork count, not only the last one.
+_CALLERS_WITHOUT_COPY = {
+    ("torch.utils.data.dataloader", "__init__"),
+    ("torchdata.stateful_dataloader.stateful_dataloader", "__init__"),
+    ("subprocess", "_execute_child"),
+}
+
+
+def _prepare() -> None:
+    if not _child_needs_no_copy() and not _C.copy_at_fork():
+        logging.getLogger("pycomm.memory").warning(
+            "no memory to copy the tensors in windows for a forked process, which may therefore "
+            "see what is written to them later"
+        )
+
+
+def _child_needs_no_copy() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _CALLERS_WITHOUT_COPY:
+            return True
+        frame = frame.f_back
+    return False
+
+
+os.register_at_fork(before=_prepare)

@@ -1,0 +1,173 @@
+"""Tracks whether an exchange is still to come after a forward.
+
+A forward that records gradients promises an exchange, on all ranks alike. A backward first sends an
+announcement of it. If a rank starts another forward while its promise is open, it takes part in
+that announcement. If other ranks have announced an exchange, this rank's backward must have raised.
+If none has, there are several forwards before one backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pycomm._runtime import host
+from pycomm._work import Work
+from pycomm.collectives import all_reduce
+
+if TYPE_CHECKING:
+    from pycomm.group import Group
+
+
+class BackwardHandshake:
+    """The promise of one wrapper.
+
+    Attributes:
+        open: True if an exchange is promised and has not ended.
+        latest: the number of the last forward; None if that was inside of a backward.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self.latest: int | None = None
+        self._numbers = itertools.count()
+        self._forwards: set[int] = set()  # that no backward has followed
+        self._left: set[int] = set()  # those from before the last exchange
+        self._entered: set[int | None] = set()  # whose outputs the running backward has passed
+        self._taken: set[int] = set()  # the last whose exchange a backward without outputs had
+        self._announced = 0  # 1 for an exchange; 2 if averages of an earlier backward come before
+        self._work: Work | None = None
+
+    def make(self, inside_backward: bool) -> None:
+        """Promises an exchange, in a forward; inside a backward it repeats a counted forward."""
+        self.open = True
+        self.latest = None if inside_backward else next(self._numbers)
+        if self.latest is not None:
+            self._forwards.add(self.latest)
+
+    def enter(self, forward: int | None) -> None:
+        """Records that the running backward has passed an output of this forward."""
+        self._entered.add(forward)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """True if a forward may still get its backward."""
+        return bool(self._forwards)
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if another backward, which passed no outputs, has had the running one's exchange."""
+        return not self._taken.isdisjoint(self._entered)
+
+    def announce(self, group: Group, after_averages: bool = False) -> None:
+        """Announces an exchange before it sends anything; only the first call has an effect.
+
+        Args:
+            group: the ranks.
+            after_averages: True if averages that an earlier backward has left come first.
+        """
+        if not self._announced:
+            self._announced = 1 + after_averages
+            announced = host.tensor([self._announced], dtype=torch.uint8)
+            self._work = all_reduce(announced, "max", group=group, async_op=True)
+
+    def is_broken(self, group: Group) -> bool:
+        """In another forward: true if other ranks are in the exchange, so this one must join it."""
+        if not self.ask(group):  # so forwards left over then will not have a backward
+            self._forwards -= self._left
+            self._left = set()
+        return bool(self._announced)
+
+    def ask(self, group: Group, announces: bool = False) -> bool:
+        """Outside of a backward: true if any rank announces an exchange, as this one may."""
+        if not self._announced:
+            own = host.tensor([announces], dtype=torch.uint8)
+            self._announced = int(all_reduce(own, "max", group=group))
+        return bool(self._announced)
+
+    @property
+    def after_averages(self) -> bool:
+        """True if averages that an earlier backward has left come before the announced exchange."""
+        return self._announced > 1
+
+    def wait(self) -> None:
+        """Waits until all ranks have answered; raises the error if that failed."""
+        if self._work is not None:
+            self._work.wait()
+
+    def withdraw(self) -> None:
+        """Ends an announcement of averages that no exchange has followed."""
+        self._announced = 0
+        self._work = None
+
+    def settle(self, dropped: bool = False) -> None:
+        """Ends a backward; other forwards before it may have backwards of their own."""
+        ended = self._forwards & self._entered
+        if not ended and self._forwards and not self._entered:
+            ended = self._taken = {min(self._forwards)}
+        self._forwards = set() if dropped else self._forwards - ended
+        self._taken -= self._entered
+        self._left, self._entered = set(self._forwards), set()
+        self.open = bool(self._forwards)
+        self.withdraw()
+
+
+class Errors(NamedTuple):
+    """Ranks with errors in a backward.
+
+    Attributes:
+        raised: their backward has raised.
+        repeated: another backward, which passed no outputs, has had this one's exchange.
+        stepped: parameters have changed while backward ran.
+        moved: parameters have left the memory of shards.
+    """
+
+    raised: list[int]
+    repeated: list[int]
+    stepped: list[int]
+    moved: list[int]
+
+    def explain(self, group: Group, moved: Sequence[str]) -> str:
+        """What to raise, empty for nothing; `moved` are this rank's parameters that have moved."""
+        if self.raised:
+            return (
+                f"backward has raised on ranks {self.raised} of {group.size}, or they have made "
+                "another forward instead (evaluate under torch.no_grad()): go on with the next "
+                "forward"
+            )
+        if 0 < len(self.repeated) < group.size:
+            return (
+                f"backward on ranks {self.repeated} of {group.size} came after another one, which "
+                "did not begin in the outputs of the wrapper's forward and was exchanged in its "
+                "place: run such backwards before the forward or after its backward"
+            )
+        if self.stepped:
+            return (
+                f"parameters have changed during backward on ranks {self.stepped} of "
+                f"{group.size}, as by a step in a hook of a gradient, which sees only its own "
+                "rank's gradients: step after backward, or wrap with LocalSGDState for steps on "
+                "each rank's own"
+            )
+        if self.moved:
+            here = f" (here {', '.join(moved)})" if moved else ""
+            return (
+                f"parameters on ranks {self.moved} of {group.size}{here} have left the memory in "
+                "which the wrapper shards them, as by share_memory() or model.to(): wrap the model "
+                "anew"
+            )
+        return ""
+
+
+def compare(
+    used: Sequence[bool], errors: Sequence[bool], group: Group
+) -> tuple[list[bool], Errors]:
+    """After an exchange: what any rank has used, and which ranks have which of :class:`Errors`."""
+    ranks = range(group.size)
+    flags = [*used, *(error and rank == group.rank for error in errors for rank in ranks)]
+    anywhere = all_reduce(host.tensor(flags, dtype=torch.uint8), "max", group=group).bool().tolist()
+    begins = range(len(used), len(flags), group.size)
+    on = ([rank for rank in ranks if anywhere[begin + rank]] for begin in begins)
+    return anywhere[: len(used)], Errors(*on)
