@@ -231,7 +231,7 @@ class Int8(Compression):
 
     def codec(self, n: int, dtype: torch.dtype, step: int = 0) -> _C.Codec:  # noqa: ARG002
         """See :meth:`Compression.codec`."""
-        return _codec("int8", 0, self.rounding == "stochastic", self.block)
+        return _codec("int8", stochastic=self.rounding == "stochastic", block=self.block)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Completing an operation in which a rank was lost: ``preserve=True`` and :func:`recover`.
 
-A preserved operation ends with a decision (csrc/cpu/decision.h). So it succeeds on all survivors or
-raises on all of them, and none goes on while another one still needs its result. In the smaller
-group, recover() takes these steps:
+A preserved operation ends with a decision (csrc/cpu/faults/decision.h). So it succeeds on all
+survivors or raises on all of them, and none goes on while another one still needs its result. In
+the smaller group, recover() takes these steps:
 
 1. All ranks tell each other which operation failed, and what they have of it.
 2. If ranks hold the result, the first of them broadcasts it. Otherwise, if all contributions are

@@ -1,4 +1,4 @@
-"""Reports of what ranks do, from their records in shared memory (csrc/cpu/record.h)."""
+"""Reports of what ranks do, from their records in shared memory (csrc/cpu/observe/record.h)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 #include "bind/fast_call.h"
 #include "bind/gil.h"
 #include "bind/python.h"
-#include "cpu/group.h"
+#include "cpu/group/group.h"
 
 namespace py = pybind11;
 

@@ -6,7 +6,7 @@
 #include "core/algorithms/select.h"
 #include "core/cost.h"
 #include "core/errors.h"
-#include "cpu/group.h"
+#include "cpu/group/group.h"
 #include "cpu/internode/stages.h"
 
 namespace py = pybind11;

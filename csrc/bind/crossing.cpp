@@ -5,7 +5,7 @@
 #include "bind/gil.h"
 #include "bind/python.h"
 #include "core/timeout.h"
-#include "cpu/crossing.h"
+#include "cpu/executor/crossing.h"
 
 namespace py = pybind11;
 

@@ -7,7 +7,7 @@
 #include "bind/gil.h"
 #include "bind/python.h"
 #include "core/errors.h"
-#include "cpu/group.h"
+#include "cpu/group/group.h"
 
 namespace py = pybind11;
 

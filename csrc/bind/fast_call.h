@@ -5,7 +5,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "cpu/group.h"
+#include "cpu/group/group.h"
 
 namespace pycomm::bind {
 

@@ -9,9 +9,9 @@
 #include "bind/registry.h"
 #include "core/algorithms/table.h"
 #include "core/optim/table.h"
-#include "cpu/fork.h"
-#include "cpu/group.h"
-#include "cpu/threads.h"
+#include "cpu/executor/threads.h"
+#include "cpu/group/fork.h"
+#include "cpu/group/group.h"
 
 namespace py = pybind11;
 

@@ -12,7 +12,7 @@
 #include "bind/dtypes.h"
 #include "bind/gil.h"
 #include "bind/registry.h"
-#include "cpu/group.h"
+#include "cpu/group/group.h"
 
 namespace pycomm::bind {
 namespace {

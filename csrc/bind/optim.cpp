@@ -7,7 +7,7 @@
 
 #include "bind/gil.h"
 #include "bind/optim.h"
-#include "cpu/huge_pages.h"
+#include "cpu/memory/huge_pages.h"
 #include "cpu/optim/loops.h"
 #include "cpu/optim/step.h"
 #include "cuda/optim/step.h"

@@ -3,7 +3,7 @@
 
 #include "bind/gil.h"
 #include "bind/python.h"
-#include "cpu/group.h"
+#include "cpu/group/group.h"
 
 namespace py = pybind11;
 

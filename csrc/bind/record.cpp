@@ -5,8 +5,8 @@
 #include "bind/gil.h"
 #include "bind/python.h"
 #include "core/errors.h"
-#include "cpu/group.h"
-#include "cpu/window_reader.h"
+#include "cpu/group/group.h"
+#include "cpu/observe/window_reader.h"
 
 namespace py = pybind11;
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "cpu/group.h"
+#include "cpu/group/group.h"
 
 namespace pycomm::bind {
 

@@ -6,7 +6,7 @@
 #include "bind/gil.h"
 #include "bind/optim.h"
 #include "bind/python.h"
-#include "cpu/group.h"
+#include "cpu/group/group.h"
 #include "cpu/optim/sharded_step.h"
 #include "cuda/group.h"
 #include "cuda/optim/sharded.h"

@@ -20,7 +20,7 @@ struct Blocks {
 };
 
 namespace cpu {
-class CustomOperation;  // cpu/custom_operation.h
+class CustomOperation;  // cpu/executor/custom_operation.h
 }
 
 struct Call {

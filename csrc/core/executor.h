@@ -1,6 +1,6 @@
 // What the algorithms in core/ require of an executor, as concepts that the compiler checks.
 //
-// The executors are cpu/comm.h and cuda/comm.cuh, their variants for block codecs (coded_comm), and
+// The executors are cpu/executor/comm.h and cuda/comm.cuh, their variants for block codecs (coded_comm), and
 // the protocol checker, tests/cpp/checker/comm.h. Each asserts its concept once.
 //
 // If a wait cannot be satisfied, the executor ends the operation. The CPU throws. A CUDA block

@@ -1,4 +1,4 @@
-// What ranks have done lately, as read from the records that they keep (cpu/record.h).
+// What ranks have done lately, as read from the records that they keep (cpu/observe/record.h).
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
 // One rank's CUDA side of a group. It hands operations to kernels, and passes failures and progress
-// between them and the group on the host (cpu/group.h), which knows the other ranks' processes. It is
+// between them and the group on the host (cpu/group/group.h), which knows the other ranks' processes. It is
 // compiled in every build; without CUDA no Endpoint can be made for it.
 #pragma once
 
@@ -10,8 +10,8 @@
 
 #include "core/call.h"
 #include "core/errors.h"
-#include "cpu/group.h"
-#include "cpu/threads.h"
+#include "cpu/executor/threads.h"
+#include "cpu/group/group.h"
 #include "cuda/endpoint.h"
 
 namespace pycomm::cuda {

@@ -1,9 +1,9 @@
 """How long groups live: their interface for the runtime, open groups by name, and forks.
 
 Such tensors lie in shared memory, which a fork does not copy. C++ makes them private to every child
-(csrc/cpu/fork.h). This module asks for a copy before each fork of Python's, so that the child has
-their values at the fork, as of other tensors: a child that writes a checkpoint must not see later
-steps.
+(csrc/cpu/group/fork.h). This module asks for a copy before each fork of Python's, so that the child
+has their values at the fork, as of other tensors: a child that writes a checkpoint must not see
+later steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks that are new in a group that has grown, among those that go on with what they have."""
+"""How ranks agree on what must be the same on all of them, also if some have just joined."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_same(
 
     Args:
         lines: what must be the same on all ranks, in words.
-        numbers: the :func:`checksum` each rank's lines.
+        numbers: the :func:`checksum` of each rank's lines.
         news: True for ranks that are new.
         group: the ranks.
         what: whose lines they are.

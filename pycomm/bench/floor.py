@@ -3,8 +3,8 @@
 It is measured for each size in the same rounds as the contestants. Several probes compete, and the
 fastest is the floor:
 
-- Crossings (csrc/cpu/crossing.h) move what must cross between the ranks' caches, in one step or
-  tile by tile, without arithmetic.
+- Crossings (csrc/cpu/executor/crossing.h) move what must cross between the ranks' caches, in one
+  step or tile by tile, without arithmetic.
 - Streams, for tensors in the window that are larger than caches, read and write as many bytes of
   private memory as every rank must read and write of all tensors. Only an all-reduce writes what it
   has read; the streams of the others write other memory.

@@ -20,7 +20,12 @@ HOSTS = [2, 1]
 @pytest.fixture
 def staging(monkeypatch):
     """Makes every group stage, as of now."""
-    return lambda: monkeypatch.setattr(pycomm.Group, "_stages", lambda *_: True)
+
+    def stage():
+        monkeypatch.setattr(pycomm.Group, "_stages", lambda *_: True)
+        monkeypatch.setattr(pycomm.Group, "_short_way", helpers.NO_SHORT_WAY, raising=False)
+
+    return stage
 
 
 def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -101,6 +106,7 @@ def train(group: pycomm.Group, name: str, staged: bool, device: str, wrapped: bo
     """Gradients and residuals of steps that overflow now and then, with a scaler."""
     if staged and device == "cpu":
         pycomm.Group._stages = lambda *_: True
+        pycomm.Group._short_way = helpers.NO_SHORT_WAY
     scaler = torch.amp.GradScaler(device, init_scale=4.0, growth_interval=2)
     module = ddp.Given().to(device)
     if wrapped:

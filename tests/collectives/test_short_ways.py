@@ -167,20 +167,10 @@ def test_barriers(world, asynchronous):
     ids=str,
 )
 def test_dtypes(world, name, dtype):
-    def block(rank):
-        made = numbers(rank, 4, 8)
-        return made.to(dtype)
-
     def given(rank):
-        made = block(rank)
-        parts = USUAL[name](rank, numbers(rank, 4, 8))
         return {
-            key: made
-            if key == "tensor"
-            else value.to(dtype)
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in parts.items()
+            key: value.to(dtype) if isinstance(value, torch.Tensor) else value
+            for key, value in usual(name, rank).items()
         }
 
     both_ways(world, name, given)

@@ -59,12 +59,12 @@ def test_core_includes_only_the_standard_library():
             assert kind == '"' or re.fullmatch(r"[a-z_]+", name), f"{path.name} includes <{name}>"
 
 
-# From the lowest layer up. A room is a package or a module. It imports rooms of its own layer and of
-# lower ones only, for type checkers, too.
+# From the lowest layer up. A room is a package or a module. It imports rooms of lower layers and of
+# its own layer only, for type checkers, too.
 PYTHON_LAYERS = [
     {"_C", "_retired", "errors", "report", "stats"},
     {"_inputs", "_runtime"},
-    {"_init", "_nccl", "_work", "compression", "group", "local_world"},
+    {"_init", "_nccl", "_short_way", "_work", "compression", "group", "local_world"},
     {"block_collectives", "collectives", "compressed", "p2p", "recovery"},
     {"batches", "ops", "sharing"},
     {"_training", "optim"},

@@ -12,8 +12,8 @@
 #include "core/codecs/table.h"
 #include "core/layout.h"
 #include "cpu/codecs/loops.h"
-#include "cpu/loops.h"
-#include "cpu/random_run.h"
+#include "cpu/executor/loops.h"
+#include "cpu/executor/random_run.h"
 
 namespace pycomm::cpu {
 namespace detail {

@@ -2,8 +2,8 @@
 
 #include "core/codecs/cast.h"
 #include "core/codecs/feedback.h"
+#include "cpu/executor/loops.h"
 #include "cpu/internode/link.h"
-#include "cpu/loops.h"
 
 namespace pycomm::cpu {
 

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "core/reduce.h"
-#include "cpu/loops.h"
+#include "cpu/executor/loops.h"
 
 namespace pycomm::cpu {
 namespace {

@@ -5,7 +5,7 @@
 #include "core/algorithms/coded.h"
 #include "cpu/codecs/loops.h"
 #include "cpu/codecs/topk_wire.h"
-#include "cpu/loops.h"
+#include "cpu/executor/loops.h"
 
 namespace pycomm::cpu {
 namespace {

@@ -5,8 +5,8 @@
 #include "core/algorithms/two_shot.h"
 #include "core/codecs/cast.h"
 #include "core/codecs/feedback.h"
+#include "cpu/executor/loops.h"
 #include "cpu/internode/stages.h"
-#include "cpu/loops.h"
 
 namespace pycomm::cpu {
 namespace {

@@ -14,7 +14,7 @@
 #include "core/algorithms/stripes.h"
 #include "core/call.h"
 #include "core/nodes.h"
-#include "cpu/comm.h"
+#include "cpu/executor/comm.h"
 #include "cpu/internode/link.h"
 
 namespace pycomm::cpu {

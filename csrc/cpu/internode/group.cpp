@@ -2,7 +2,7 @@
 
 #include "core/algorithms/run.h"
 #include "core/codecs/cast.h"
-#include "cpu/loops.h"
+#include "cpu/executor/loops.h"
 
 namespace pycomm::cpu {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "cpu/threads.h"
-#include "cpu/waiting_time.h"
+#include "cpu/executor/threads.h"
+#include "cpu/executor/waiting_time.h"
 
 namespace pycomm::cpu {
 namespace {

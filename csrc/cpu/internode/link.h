@@ -20,7 +20,7 @@
 
 #include "core/message.h"
 #include "core/nodes.h"
-#include "cpu/comm.h"
+#include "cpu/executor/comm.h"
 #include "cpu/internode/transport.h"
 
 namespace pycomm::cpu {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cpu/waiting_time.h"
+#include "cpu/executor/waiting_time.h"
 
 namespace pycomm::cpu {
 

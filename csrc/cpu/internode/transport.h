@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "core/message.h"
-#include "cpu/store_policy.h"
+#include "cpu/executor/store_policy.h"
 
 namespace pycomm::cpu {
 

@@ -7,7 +7,7 @@
 #include "core/optim/root_half.h"
 #include "core/optim/rounding.h"
 #include "core/optim/split_float.h"
-#include "cpu/loops.h"
+#include "cpu/executor/loops.h"
 
 namespace pycomm::cpu {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "cpu/store_policy.h"
+#include "cpu/executor/store_policy.h"
 
 namespace pycomm::cpu {
 namespace {

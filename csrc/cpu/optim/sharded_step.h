@@ -8,9 +8,9 @@
 
 #include "core/algorithms/sharded_step.h"
 #include "core/optim/shard.h"
+#include "cpu/executor/custom_operation.h"
 #include "cpu/optim/step.h"
 #include "cpu/optim/update.h"
-#include "cpu/custom_operation.h"
 
 namespace pycomm::cpu {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/optim/segment.h"
-#include "cpu/loops.h"
+#include "cpu/executor/loops.h"
 #include "cpu/optim/loops.h"
 
 namespace pycomm::cpu {

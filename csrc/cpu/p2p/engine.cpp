@@ -3,9 +3,9 @@
 #include <cstring>
 #include <utility>
 
-#include "cpu/fork.h"
-#include "cpu/operation_lock.h"
-#include "cpu/threads.h"
+#include "cpu/executor/threads.h"
+#include "cpu/group/fork.h"
+#include "cpu/group/operation_lock.h"
 
 namespace pycomm::cpu::p2p {
 

@@ -15,12 +15,12 @@
 #include <thread>
 
 #include "core/errors.h"
+#include "cpu/executor/waiting_time.h"
 #include "cpu/p2p/incoming.h"
 #include "cpu/p2p/matcher.h"
 #include "cpu/p2p/node.h"
 #include "cpu/p2p/outgoing.h"
 #include "cpu/p2p/request.h"
-#include "cpu/waiting_time.h"
 
 namespace pycomm::cpu::p2p {
 

@@ -1,6 +1,6 @@
 #include "cpu/p2p/node.h"
 
-#include "cpu/loops.h"
+#include "cpu/executor/loops.h"
 
 namespace pycomm::cpu::p2p {
 

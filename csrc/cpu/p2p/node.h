@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/comm.h"
+#include "cpu/executor/comm.h"
+#include "cpu/memory/window.h"
 #include "cpu/p2p/request.h"
-#include "cpu/window.h"
 
 namespace pycomm::cpu::p2p {
 

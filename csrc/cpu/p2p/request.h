@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 
+#include "cpu/executor/store_policy.h"
 #include "cpu/p2p/frame.h"
-#include "cpu/store_policy.h"
 
 namespace pycomm::cpu::p2p {
 

@@ -1,13 +1,13 @@
 // How operations proceed: threads that wait drive them, or else the engine's own thread.
-#include "cpu/waiting.h"
+#include "cpu/executor/waiting.h"
 
 #include <sched.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "cpu/fork.h"
-#include "cpu/operation_lock.h"
+#include "cpu/group/fork.h"
+#include "cpu/group/operation_lock.h"
 #include "cpu/p2p/engine.h"
 
 namespace pycomm::cpu::p2p {

@@ -30,7 +30,7 @@ struct Word {
   Clock clock;
 };
 
-// What the ranks of one node share, in the order of cpu/window.h.
+// What the ranks of one node share, in the order of cpu/memory/window.h.
 struct Member {
   Thread* thread;
   std::byte* announcements[2];
@@ -49,7 +49,7 @@ struct Member {
   };
   std::vector<Announced> announced;       // by phase, from 1 on
   std::vector<Clock> signals[kChannels];  // all signals so far
-  Word in_peers_heaps;                    // see cpu/comm.h
+  Word in_peers_heaps;                    // see cpu/executor/comm.h
   bool dead = false;
 };
 

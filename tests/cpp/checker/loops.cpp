@@ -1,6 +1,6 @@
-// Replaces csrc/cpu/loops.cpp and csrc/cpu/codecs/{loops,coded_comm}.cpp: the loops over data in
+// Replaces csrc/cpu/executor/loops.cpp and csrc/cpu/codecs/{loops,coded_comm}.cpp: the loops over data in
 // the CPU's code between nodes.
-#include "cpu/loops.h"
+#include "cpu/executor/loops.h"
 
 #include "cpu/codecs/coded_comm.h"
 

@@ -108,42 +108,42 @@ add_node_mutant(all_gather_forgets_a_node cpu/internode/group.cpp "if (m == node
 add_node_mutant(broadcast_stays_with_the_carriers cpu/internode/group.cpp "if (!from_here) gather_stripes" "if (false) gather_stripes")
 
 # add_cpu_mutant(name source test file old new), of cpu/: how operations that fail end, and how groups do.
-add_cpu_mutant(enters_too_weakly comm interleavings cpu/comm.cpp "in_peers_heaps.exchange(1);"
+add_cpu_mutant(enters_too_weakly executor/comm interleavings cpu/executor/comm.cpp "in_peers_heaps.exchange(1);"
   "in_peers_heaps.store(1, std::memory_order_release);")
-add_cpu_mutant(does_not_retreat failing interleavings cpu/failing.cpp "if (!exposed_) return;" "return;")
-add_cpu_mutant(last_reason_stays failing interleavings cpu/failing.cpp "abort.compare_exchange_strong(none, word);"
+add_cpu_mutant(does_not_retreat faults/failing interleavings cpu/faults/failing.cpp "if (!exposed_) return;" "return;")
+add_cpu_mutant(last_reason_stays faults/failing interleavings cpu/faults/failing.cpp "abort.compare_exchange_strong(none, word);"
   "abort.exchange(word + none);")
-add_cpu_mutant(flags_do_not_wrap comm interleavings core/signal.h
+add_cpu_mutant(flags_do_not_wrap executor/comm interleavings core/signal.h
   "static_cast<std::int32_t>(flag - target) >= 0" "flag >= target")
-add_cpu_mutant(tells_of_updates_before_it_retreats group interleavings cpu/group.cpp "  comm_.retreat();
+add_cpu_mutant(tells_of_updates_before_it_retreats group/group interleavings cpu/group/group.cpp "  comm_.retreat();
   comm_.wait_for_kernels(kRetreatWithin);
   if (call.body != nullptr) call.body->note_failure(comm_);"
   "  if (call.body != nullptr) call.body->note_failure(comm_);
   comm_.retreat();
   comm_.wait_for_kernels(kRetreatWithin);")
-add_cpu_mutant(tells_of_own_updates_only comm interleavings cpu/comm.cpp
+add_cpu_mutant(tells_of_own_updates_only executor/comm interleavings cpu/executor/comm.cpp
   "if (reached(published(r, channel), started_[channel] + 1)) return true;"
   "if (r == rank_ && reached(published(r, channel), started_[channel] + 1)) return true;")
-add_cpu_mutant(takes_work_when_closed group close cpu/group.cpp
+add_cpu_mutant(takes_work_when_closed group/group close cpu/group/group.cpp
   "if (closed_) check_usable();  // nobody would join" "// nobody would join")
 
-add_cpu_mutant(goes_on_alone decision interleavings cpu/decision.cpp
+add_cpu_mutant(goes_on_alone faults/decision interleavings cpu/faults/decision.cpp
   "outcome_ = comm.settle(made_ + 1, Outcome::failed);" "outcome_ = Outcome::failed;")
-add_cpu_mutant(last_outcome_holds node_ranks interleavings cpu/node_ranks.cpp "while (settled >> 2 != number)" "while (true)")
+add_cpu_mutant(last_outcome_holds group/node_ranks interleavings cpu/group/node_ranks.cpp "while (settled >> 2 != number)" "while (true)")
 # How survivors agree on a smaller group.
-add_cpu_mutant(last_proposal_holds shrink agreement cpu/shrink.cpp
+add_cpu_mutant(last_proposal_holds faults/shrink agreement cpu/faults/shrink.cpp
   "decision.compare_exchange_strong(none, mine)" "decision.exchange(mine) != mine")
-add_cpu_mutant(absent_ranks_are_members shrink agreement cpu/shrink.cpp
+add_cpu_mutant(absent_ranks_are_members faults/shrink agreement cpu/faults/shrink.cpp
   "(what == kArrived || what == kHasNoRoom) && " "")
-add_cpu_mutant(the_dead_are_awaited shrink agreement cpu/shrink.cpp " && !comm_.gone(r)" "")
-add_cpu_mutant(the_dead_are_to_propose shrink agreement cpu/shrink.cpp
+add_cpu_mutant(the_dead_are_awaited faults/shrink agreement cpu/faults/shrink.cpp " && !comm_.gone(r)" "")
+add_cpu_mutant(the_dead_are_to_propose faults/shrink agreement cpu/faults/shrink.cpp
   "said(r) == kArrived && !comm_.ended(r)" "said(r) == kArrived")
-add_cpu_mutant(withdraws_before_it_says_so shrink agreement cpu/shrink.cpp "say(kWithdrawn);
+add_cpu_mutant(withdraws_before_it_says_so faults/shrink agreement cpu/faults/shrink.cpp "say(kWithdrawn);
     if (decision() == 0) return;" "if (decision() == 0) return say(kWithdrawn);
     say(kWithdrawn);")
-add_cpu_mutant(says_too_weakly shrink agreement cpu/shrink.cpp "shrinking.store(said);"
+add_cpu_mutant(says_too_weakly faults/shrink agreement cpu/faults/shrink.cpp "shrinking.store(said);"
   "shrinking.store(said, std::memory_order_release);")
-add_cpu_mutant(withdrawn_members_stay shrink agreement cpu/shrink.cpp "== kWithdrawn) leave(smaller, r);"
+add_cpu_mutant(withdrawn_members_stay faults/shrink agreement cpu/faults/shrink.cpp "== kWithdrawn) leave(smaller, r);"
   "== kNothing) leave(smaller, r);")
 
 # add_ring_mutant(name old new), of cpu/p2p/ring.h.
@@ -181,7 +181,7 @@ add_ring_mutant(ring_publishes_before_it_writes "put(ring_, sent_, &frame, sizeo
   "mailbox_.sender.sent.exchange(sent_ + static_cast<std::uint64_t>(length_of(frame)));
     put(ring_, sent_, &frame, sizeof(frame));")
 
-# add_record_mutant(name header old new), of cpu/record.h or cpu/subject.h: a part is taken for the whole.
+# add_record_mutant(name header old new), of cpu/observe/record.h or cpu/observe/subject.h: a part is taken for the whole.
 add_record_mutant(record_keeps_its_number record.h "number_.store(0, std::memory_order_relaxed);" "")
 add_record_mutant(record_has_its_number_early record.h "number_.store(0, std::memory_order_relaxed);"
   "number_.store(number, std::memory_order_relaxed);")

@@ -1,4 +1,4 @@
-// How survivors agree on a smaller group (cpu/shrink.cpp), in all orders of their accesses to the
+// How survivors agree on a smaller group (cpu/faults/shrink.cpp), in all orders of their accesses to the
 // window, up to a number of delays (checker/explorer.h). Ranks die before any of their accesses, are
 // interrupted, or never come. All ranks that get a group must get the same one, with every rank that
 // gets it; a member that lives but does not get it must have left it. No rank may wait for ever.
@@ -13,8 +13,8 @@
 #include "checker/atomics.h"
 #include "checker/clock.h"
 #include "checker/explorer.h"
-#include "cpu/operation_lock.h"
-#include "cpu/shrink.h"
+#include "cpu/faults/shrink.h"
+#include "cpu/group/operation_lock.h"
 #include "support/run_all.h"
 
 namespace pycomm::test {

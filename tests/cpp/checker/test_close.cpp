@@ -1,6 +1,6 @@
 // close() while other threads submit and run operations, in all orders with few delays
 // (checker/explorer.h). Every operation must end with a result or with GroupUnusable, and the
-// worker must have ended. The threads of cpu/group.cpp are fibers here, and their locks and waits
+// worker must have ended. The threads of cpu/group/group.cpp are fibers here, and their locks and waits
 // call the scheduler.
 #include <pthread.h>
 
@@ -13,7 +13,7 @@
 #include "checker/atomics.h"
 #include "checker/clock.h"
 #include "checker/explorer.h"
-#include "cpu/group.h"
+#include "cpu/group/group.h"
 #include "support/run_all.h"
 
 namespace pycomm::test {

@@ -1,6 +1,6 @@
 // How operations end when a rank aborts the group, leaves, or calls something else, and whether ranks
 // then decide alike. This depends on
-// the order of events, so the CPU's own code (cpu/comm.cpp, cpu/group.cpp) runs here in all orders
+// the order of events, so the CPU's own code (cpu/executor/comm.cpp, cpu/group/group.cpp) runs here in all orders
 // of its accesses to the window, up to a number of delays (checker/explorer.h).
 #include <linux/futex.h>
 
@@ -16,7 +16,7 @@
 #include "checker/atomics.h"
 #include "checker/clock.h"
 #include "checker/explorer.h"
-#include "cpu/group.h"
+#include "cpu/group/group.h"
 #include "cpu/optim/sharded_step.h"
 #include "support/run_all.h"
 

@@ -1,4 +1,4 @@
-// What others read of a rank's records (cpu/record.h) and subjects (cpu/subject.h) while it writes
+// What others read of a rank's records (cpu/observe/record.h) and subjects (cpu/observe/subject.h) while it writes
 // them, in all orders with few delays (checker/explorer.h): nobody takes a part of an entry or of a
 // text for the whole. This file is compiled for ThreadSanitizer, and atomics.cpp observes its atomic
 // accesses. Loads come in the program's order here, so memory orders are not checked.
@@ -9,8 +9,8 @@
 #include "checker/atomics.h"
 #include "checker/clock.h"
 #include "checker/explorer.h"
-#include "cpu/record.h"
-#include "cpu/subject.h"
+#include "cpu/observe/record.h"
+#include "cpu/observe/subject.h"
 #include "support/numbered.h"
 #include "support/run_all.h"
 

@@ -163,7 +163,7 @@ void World::execute(int r, const Step& step) {
   }
 }
 
-// Like cpu/group.cpp.
+// Like cpu/group/group.cpp.
 void World::retreat(int r) {
   Rank& mine = rank(r);
   mine.comm->leave_peers_heaps();

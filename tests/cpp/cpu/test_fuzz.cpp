@@ -14,7 +14,7 @@
 #include "core/codecs/wire.h"
 #include "core/errors.h"
 #include "core/message.h"
-#include "cpu/comm.h"
+#include "cpu/executor/comm.h"
 #include "support/dice.h"
 #include "support/run_all.h"
 

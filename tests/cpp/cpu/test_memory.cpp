@@ -1,6 +1,6 @@
 // The window's memory: its mappings, what it gives back, and how much is available.
-#include "cpu/fork.h"
-#include "cpu/memory.h"
+#include "cpu/group/fork.h"
+#include "cpu/memory/memory.h"
 
 #include <sys/resource.h>
 #include <unistd.h>

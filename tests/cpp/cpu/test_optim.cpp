@@ -11,7 +11,7 @@
 #include "core/optim/square_sum.h"
 #include "core/optim/state8.h"
 #include "core/optim/table.h"
-#include "cpu/loops.h"
+#include "cpu/executor/loops.h"
 #include "cpu/optim/loops.h"
 #include "support/dice.h"
 #include "support/run_all.h"

@@ -7,9 +7,9 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/counters.h"
-#include "cpu/window_reader.h"
-#include "cpu/subject.h"
+#include "cpu/observe/counters.h"
+#include "cpu/observe/subject.h"
+#include "cpu/observe/window_reader.h"
 #include "support/numbered.h"
 #include "support/world.h"
 

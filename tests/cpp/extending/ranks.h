@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/comm.h"
+#include "cpu/executor/comm.h"
 #include "cuda/codecs/bucket.cuh"
 
 namespace pycomm::test {

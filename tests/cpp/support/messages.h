@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/group.h"
+#include "cpu/group/group.h"
 
 namespace pycomm::test {
 

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/group.h"
+#include "cpu/group/group.h"
 #include "support/run_all.h"
 
 namespace pycomm::test {

@@ -8,7 +8,7 @@
 #include "core/algorithms/coded.h"
 #include "core/call.h"
 #include "cpu/codecs/loops.h"
-#include "cpu/comm.h"
+#include "cpu/executor/comm.h"
 
 namespace pycomm::cpu {
 

@@ -10,7 +10,7 @@
 #include "core/layout.h"
 #include "core/nodes.h"
 #include "core/record.h"
-#include "cpu/comm.h"
+#include "cpu/executor/comm.h"
 
 namespace pycomm::cpu {
 

@@ -1,0 +1,57 @@
+// What a waiting rank checks, and how often.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+
+#include "core/algorithms/packet.h"
+#include "core/signal.h"
+#include "cpu/executor/store_policy.h"
+
+namespace pycomm::cpu {
+
+// A wait polls a few times, then polls and yields the core between polls, and sleeps once the peer
+// is clearly busy. If ranks share cores, it yields at once and sleeps sooner, because the peer
+// needs the core.
+inline constexpr int kSpins = 20;
+inline constexpr auto kYieldFor = std::chrono::milliseconds(2);
+inline constexpr auto kYieldBriefly = std::chrono::microseconds(100);
+inline constexpr auto kNap = std::chrono::microseconds(20);
+inline constexpr auto kLongestSleep = std::chrono::milliseconds(10);
+inline constexpr auto kLookEvery = std::chrono::milliseconds(1);
+inline constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
+
+// A waiting rank that has not looked for messages for so long is stopped, or its core is.
+inline constexpr auto kStoppedAfter = std::chrono::milliseconds(200);
+
+// What a rank shows while it waits for a message: 1 + the sender, and the time of the last look.
+inline std::uint64_t message_wait_word(int sender, Clock::time_point looked) {
+  const auto time =
+      std::chrono::duration_cast<std::chrono::milliseconds>(looked.time_since_epoch());
+  return static_cast<std::uint64_t>(time.count()) << 16 | static_cast<std::uint16_t>(sender + 1);
+}
+// The sender that a rank waits for; -1 if there is none, or if the rank is stopped.
+inline int awaited_sender(std::uint64_t word, Clock::time_point now) {
+  const Clock::time_point looked(std::chrono::milliseconds(word >> 16));
+  return now - looked > kStoppedAfter ? -1 : static_cast<int>(word & 0xffff) - 1;
+}
+
+inline void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+PYCOMM_HD bool has_come(const std::atomic<std::uint32_t>& flag, std::uint32_t target) {
+  return reached(flag.load(std::memory_order_acquire), target);
+}
+
+// Only this operation's packet counts: the place may have been idle long enough for epochs to wrap
+// around.
+PYCOMM_HD bool has_come(const std::atomic<std::uint64_t>& packet, std::uint32_t target) {
+  return packet_sequence(packet.load(std::memory_order_relaxed)) == target;
+}
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,54 @@
+// Which calls a group can run, and what they would cost.
+#include "core/algorithms/select.h"
+#include "core/cost.h"
+#include "cpu/group/group.h"
+
+namespace pycomm::cpu {
+
+// Why a call cannot run; empty if it can.
+std::string Group::refusal(const Call& call) const {
+  const Operation& operation = call.operation;
+  if (std::string why = refusal_of(call, size_); !why.empty()) return why;
+  if (call.inputs || call.outputs) {
+    if (internode_ != nullptr) return "blocks must follow each other in a group that spans nodes";
+    return refusal_of_blocks(call, size_);
+  }
+  if (internode_ != nullptr) {
+    const Algorithm algorithm = operation.algorithm;
+    if (!spans_nodes(operation.collective)) {
+      return std::string(name_of(operation.collective)) +
+             " cannot run in a group that spans nodes: use torch.distributed's";
+    }
+    if (operation.collective == Collective::all_reduce && algorithm != Algorithm::automatic &&
+        algorithm != Algorithm::two_shot) {
+      return std::string("algorithm must be auto or two_shot in a group that spans nodes, got ") +
+             name_of(algorithm);
+    }
+    return {};
+  }
+  if (operation.codec.kind == CodecKind::none || operation.codec.kind == CodecKind::topk) return {};
+  const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);
+  if (staging.piece(size_) > 0) return {};
+  return "staging_bytes is too small to compress among " + std::to_string(size_) +
+         " ranks: make the group with at least " + std::to_string(2 * staging.enough(size_));
+}
+
+// Checks a call's arguments before it starts.
+void Group::check_fits(const Call& call) const {
+  const std::string why = refusal(call);
+  PYCOMM_CHECK(why.empty(), why);
+}
+
+Traffic Group::cost(const Operation& operation, bool zero_copy) const {
+  check_fits({operation});
+  if (internode_ != nullptr) return {};
+  return cost_of(operation, {rank_, size_, comm_.slot_bytes(), kPacketBytes, zero_copy});
+}
+
+LinkTraffic Group::link_cost(const Operation& operation) const {
+  check_fits({operation});
+  if (internode_ == nullptr) return {};
+  return pycomm::link_cost(operation, internode_->nodes(), comm_.rank());
+}
+
+}  // namespace pycomm::cpu
