@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pycomm import _C
     from pycomm._runtime.rendezvous import RendezvousResult
 
-# The door of a group that runs: a port of its first rank, on which processes ask to join it.
+# The join server of a group: a port of its first rank, on which processes ask to join.
 
 _GREETS_WITHIN = 5.0  # seconds
 _MOST_SILENT = 64  # connections that have not said who they are, for each takes a descriptor

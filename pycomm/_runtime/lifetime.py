@@ -1,10 +1,4 @@
-"""How long groups live: their interface for the runtime, open groups by name, and forks.
-
-Such tensors lie in shared memory, which a fork does not copy. C++ makes them private to every child
-(csrc/cpu/group/fork.h). This module asks for a copy before each fork of Python's, so that the child
-has their values at the fork, as of other tensors: a child that writes a checkpoint must not see
-later steps.
-"""
+"""What groups are to the runtime, which of them are open, and what a fork does to their tensors."""
 
 from __future__ import annotations
 
@@ -128,6 +122,11 @@ def _still_busy(groups: list[Kind]) -> list[Kind]:
 
 
 # What forked children have of this process's tensors in windows.
+#
+# Such tensors lie in shared memory, which a fork does not copy. C++ makes them private to every
+# child (csrc/cpu/group/fork.h). This module asks for a copy before each fork of Python's, so that
+# the child has their values at the fork, as of other tensors: a child that writes a checkpoint must
+# not see later steps.
 
 # Functions that fork for children without use for a model, or for a program to execute. All callers
 # of a fork count, not only the last one.

@@ -1,4 +1,4 @@
-"""The wrapper's gradients: flat memory in the window, cut into buckets."""
+"""Gradients in flat memory in the window, cut into buckets, and the ranks' weights in a mean."""
 
 from __future__ import annotations
 

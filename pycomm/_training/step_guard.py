@@ -1,4 +1,4 @@
-"""Finds parameters that are not those of one step on all ranks."""
+"""Guards a step: gradients that no exchange has averaged, and parameters that differ."""
 
 from __future__ import annotations
 
