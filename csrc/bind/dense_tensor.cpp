@@ -18,6 +18,7 @@ struct Torch {
   const DLPackExchangeAPI* exchange = nullptr;  // null if this torch has none
   PyObject* requires_grad = nullptr;
   PyObject* is_neg = nullptr;
+  PyObject* detach = nullptr;
   PyObject* increment_version = nullptr;
   PyObject* count_modes = nullptr;
   PyObject* profiler = nullptr;    // a module
@@ -33,6 +34,7 @@ const Torch& torch() {
     torch->tensor_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
     torch->requires_grad = PyUnicode_InternFromString("requires_grad");
     torch->is_neg = PyUnicode_InternFromString("is_neg");
+    torch->detach = PyUnicode_InternFromString("detach");
     torch->increment_version =
         py::object(import("torch._C").attr("_increment_version")).release().ptr();
     torch->count_modes =
@@ -75,17 +77,26 @@ bool watched_by_python() {
          !is_number(PyObject_CallNoArgs(known.count_modes), 0);
 }
 
-bool view_by_dlpack(PyObject* object, void* view) {
+// Keeps the memory by another tensor, and views that one.
+void* view_by_dlpack(PyObject* object, void* view) {
   const Torch& known = torch();
   if (known.exchange == nullptr || known.exchange->dltensor_from_py_object_no_sync == nullptr ||
-      known.exchange->dltensor_from_py_object_no_sync(object, static_cast<DLTensor*>(view)) != 0) {
-    PyErr_Clear();
-    return false;
+      !is_false(PyObject_GetAttr(object, known.requires_grad)) ||
+      !is_number(PyObject_GetAttrString(known.forward_ad, "_current_level"), -1) ||
+      !is_false(PyObject_CallMethodNoArgs(object, known.is_neg))) {
+    return nullptr;
   }
-  return is_false(PyObject_GetAttr(object, known.requires_grad)) &&
-         is_number(PyObject_GetAttrString(known.forward_ad, "_current_level"), -1) &&
-         is_false(PyObject_CallMethodNoArgs(object, known.is_neg));
+  PyObject* const same = PyObject_CallMethodNoArgs(object, known.detach);
+  if (same != nullptr &&
+      known.exchange->dltensor_from_py_object_no_sync(same, static_cast<DLTensor*>(view)) == 0) {
+    return same;
+  }
+  PyErr_Clear();
+  Py_XDECREF(same);
+  return nullptr;
 }
+
+void release_by_python(void* memory) { Py_DECREF(static_cast<PyObject*>(memory)); }
 
 bool increment_version_by_python(PyObject* tensor) {
   const py::object tensors = py::reinterpret_steal<py::object>(PyTuple_Pack(1, tensor));
@@ -95,7 +106,8 @@ bool increment_version_by_python(PyObject* tensor) {
   return none != nullptr;
 }
 
-TensorReader reader{watched_by_python, view_by_dlpack, increment_version_by_python};
+TensorReader reader{watched_by_python, view_by_dlpack, release_by_python,
+                    increment_version_by_python};
 
 }  // namespace
 
@@ -108,9 +120,19 @@ void set_tensor_reader(const py::object& capsule) {
 
 bool calls_are_watched() { return reader.watched(); }
 
+Keeper::~Keeper() {
+  if (memory_ != nullptr) reader.release(memory_);
+}
+
+py::object Keeper::into_object() && {
+  return py::capsule(std::exchange(memory_, nullptr), [](void* memory) { reader.release(memory); });
+}
+
 bool view_dense_tensor(PyObject* object, DenseTensor& view) {
   DLTensor tensor;
-  if (Py_TYPE(object) != torch().tensor_type || !reader.view(object, &tensor)) return false;
+  if (Py_TYPE(object) != torch().tensor_type) return false;
+  view.keeper = Keeper(reader.view(object, &tensor));
+  if (!view.keeper) return false;
   const std::optional<Element> element =
       element_of(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
   if (tensor.device.device_type != kDLCPU || !element) return false;

@@ -4,24 +4,47 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "core/elements.h"
 
 namespace pycomm::bind {
 
-// The memory of a dense, contiguous CPU tensor. Valid as long as the tensor keeps its memory and shape.
+// Keeps a tensor's memory, although the tensor may get another one. Dropped with the GIL.
+class Keeper {
+ public:
+  Keeper() = default;
+  explicit Keeper(void* memory) : memory_(memory) {}
+  Keeper(Keeper&& other) noexcept : memory_(std::exchange(other.memory_, nullptr)) {}
+  Keeper& operator=(Keeper&& other) noexcept {
+    std::swap(memory_, other.memory_);
+    return *this;
+  }
+  ~Keeper();
+
+  explicit operator bool() const { return memory_ != nullptr; }
+  // Hands it over to an object of Python's.
+  pybind11::object into_object() &&;
+
+ private:
+  void* memory_ = nullptr;
+};
+
+// A dense, contiguous CPU tensor.
 struct DenseTensor {
   void* data = nullptr;
   Element element = Element::u8;
   std::int64_t count = 0;
   int dims = 0;
-  const std::int64_t* shape = nullptr;
+  const std::int64_t* shape = nullptr;  // valid until Python runs
+  Keeper keeper;
 };
 
 // Takes the reader that is compiled for the torch that runs, in a capsule; None: there is none.
 void set_tensor_reader(const pybind11::object& capsule);
 
-// True if a profiler or a dispatch mode of torch wants to see what this thread calls.
+// True if a profiler, a dispatch mode or a function transform of torch wants to see what this thread
+// calls.
 bool calls_are_watched();
 
 // False, without an error, unless the object is a dense, contiguous CPU tensor of a supported type and

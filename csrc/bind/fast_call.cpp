@@ -202,7 +202,6 @@ Ours ours;
 struct Names {
   PyObject* default_group;
   PyObject* handle;
-  PyObject* detach;
   PyObject* dtype;
   PyObject* codec;
   PyObject* momentum;
@@ -320,6 +319,7 @@ struct Tensors {
   bool writes = true;
   DenseTensor from{};
   DenseTensor other{};  // the output, unless it is the input
+  DenseTensor residual{};
 
   const DenseTensor& to() const { return output == input ? from : other; }
 };
@@ -411,9 +411,9 @@ inline void set_shape(Collective collective, const Tensors& tensors, std::int64_
 }
 
 // False unless the residual is fp32, like the input, and apart from the other tensors.
-bool read_residual(PyObject* residual, const Tensors& tensors, Feedback& feedback) {
+bool read_residual(PyObject* residual, Tensors& tensors, Feedback& feedback) {
   if (is_none(residual)) return true;
-  DenseTensor view;
+  DenseTensor& view = tensors.residual;
   if (!view_dense_tensor(residual, view) || view.element != Element::f32 ||
       !same_shape(view, tensors.from) || overlap(view, tensors.from) ||
       overlap(view, tensors.to())) {
@@ -444,11 +444,14 @@ std::optional<Codec> codec_of(PyObject* compression, const Tensors& tensors, std
 
 bool is_own_compression(PyObject* compression) {
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(compression));
-  return PySequence_Contains(ours.compressions, type) == 1;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ours.compressions); ++i) {
+    if (PyTuple_GET_ITEM(ours.compressions, i) == type) return true;
+  }
+  return false;
 }
 
 // Adds a compressed call's own arguments. False: Python examines them.
-bool read_compression(const Arguments& given, const Tensors& tensors, Call& call) {
+bool read_compression(const Arguments& given, Tensors& tensors, Call& call) {
   PyObject* const compression = given[Argument::compression];
   Operation& operation = call.operation;
   const Element element = tensors.from.element;
@@ -476,6 +479,10 @@ bool read_compression(const Arguments& given, const Tensors& tensors, Call& call
   operation.codec.feedback = call.feedback.residual != nullptr ? 1 : 0;
   operation.offset = static_cast<std::uint32_t>(offset / kSmallestBlock);
   call.feedback.seed = PyLong_AsUnsignedLongLong(seed.ptr());
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();  // it is negative or too large
+    return false;
+  }
   call.feedback.step = static_cast<std::uint32_t>(step);
   return true;
 }
@@ -486,28 +493,22 @@ inline bool count_writes(const Arguments& given, const Tensors& tensors) {
          (is_none(residual) || increment_version(residual));
 }
 
-// A new reference to a tensor with the same memory, which it keeps although the given one may get
-// another memory.
-py::object keeper_of(PyObject* tensor) {
-  PyObject* const keeper = PyObject_CallMethodNoArgs(tensor, names.detach);
-  if (keeper == nullptr) throw_python_error();
-  return py::reinterpret_steal<py::object>(keeper);
-}
-
 // Hands a call to the group's worker; returns a pycomm.Work.
-PyObject* submit(cpu::Group& engine, const Call& call, const Arguments& given,
-                 const Tensors& tensors) {
+PyObject* submit(cpu::Group& engine, const Call& call, Tensors& tensors) {
   py::list kept;
-  for (PyObject* const tensor : {tensors.input, tensors.output, given[Argument::residual]}) {
-    if (!is_none(tensor)) kept.append(keeper_of(tensor));
+  for (DenseTensor* const tensor : {&tensors.from, &tensors.other, &tensors.residual}) {
+    if (tensor->keeper) kept.append(std::move(tensor->keeper).into_object());
   }
-  const py::tuple keepers(kept);
+  py::tuple keepers(kept);
   const auto work = [&] {
     const WithoutGil no_gil;
     return engine.submit({call});
   }();
   const py::object handle = py::cast(work);
-  return PyObject_CallFunctionObjArgs(ours.work_type, handle.ptr(), keepers.ptr(), nullptr);
+  PyObject* const made =
+      PyObject_CallFunctionObjArgs(ours.work_type, handle.ptr(), keepers.ptr(), nullptr);
+  if (made == nullptr) keepers.release();  // never freed, because the worker uses the memory
+  return made;
 }
 
 // The result of a call, or null with an error. Nothing: Python examines the call.
@@ -546,7 +547,7 @@ inline std::optional<PyObject*> run(const Function& function, const Arguments& g
   if (function.compresses && !read_compression(given, tensors, call)) return {};
   if (!count_writes(given, tensors)) return nullptr;
   carry(operation, tensors.from.element);
-  if (!waits) return submit(*engine, call, given, tensors);
+  if (!waits) return submit(*engine, call, tensors);
   {
     const WithoutGil no_gil;
     engine->run(call, check_signals);
@@ -607,7 +608,7 @@ void bind_fast_call(py::module_& m) {
                                const py::object& reader) {
     set_tensor_reader(reader);
     const auto interned = [](const char* text) { return PyUnicode_InternFromString(text); };
-    names = {interned("_default"), interned("_short_way"), interned("detach"), interned("dtype"),
+    names = {interned("_default"), interned("_short_way"), interned("dtype"),
              interned("codec"),    interned("momentum"),   interned("seed")};
     ours = {group_type.release().ptr(), module.release().ptr(),    ops.release().ptr(),
             algorithms.release().ptr(), work_type.release().ptr(), compressions.release().ptr()};

@@ -14,22 +14,30 @@ namespace {
 
 // With a profiler, the call goes through Python and becomes a range (pycomm/_runtime/ranges.py).
 bool watched() {
+  const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
   return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value() ||
-         c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Python);
+         included.has(c10::DispatchKey::Python) ||
+         included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-bool view(PyObject* object, void* view) {
+void* view(PyObject* object, void* view) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
   // Nearly all tensors that autograd knows nothing about have no such record.
   const bool known = tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr;
-  if (known && (tensor.requires_grad() || tensor._fw_grad(0).defined())) return false;
-  if (tensor.is_neg()) return false;
+  if (known && (tensor.requires_grad() || tensor._fw_grad(0).defined())) return nullptr;
+  if (tensor.is_neg()) return nullptr;
   try {
     at::toDLPackNonOwning(tensor, static_cast<DLTensor*>(view));
-    return true;
+    c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
+    c10::raw::intrusive_ptr::incref(storage);
+    return storage;
   } catch (...) {
-    return false;
+    return nullptr;
   }
+}
+
+void release(void* memory) {
+  c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(memory));
 }
 
 bool increment_version(PyObject* object) {
@@ -43,7 +51,7 @@ bool increment_version(PyObject* object) {
   }
 }
 
-constexpr TensorReader kReader{watched, view, increment_version};
+constexpr TensorReader kReader{watched, view, release, increment_version};
 
 }  // namespace
 

@@ -7,12 +7,14 @@ struct _object;  // PyObject
 namespace pycomm {
 
 struct TensorReader {
-  // True if a profiler or a dispatch mode of torch wants to see what this thread calls.
+  // True if a profiler, a dispatch mode or a function transform of torch wants to see what this thread
+  // calls.
   bool (*watched)();
-  // Fills `view`, a DLTensor of DLPack. `tensor` is of the class torch.Tensor itself. False without an
-  // error if it requires grad, carries a tangent, is a negated view, or has no memory that DLPack can
-  // tell of.
-  bool (*view)(_object* tensor, void* view);
+  // Fills `view`, a DLTensor of DLPack, and returns what keeps its memory, although the tensor may get
+  // another one, until release(). `tensor` is of the class torch.Tensor itself. Null without an error if
+  // it requires grad, carries a tangent, is a negated view, or has no memory that DLPack can tell of.
+  void* (*view)(_object* tensor, void* view);
+  void (*release)(void* memory);
   // Tells autograd, which may have saved the tensor, that its content changes. False with an error if
   // that is not allowed.
   bool (*increment_version)(_object* tensor);

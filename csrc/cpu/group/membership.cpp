@@ -15,7 +15,7 @@ namespace {
 std::mutex mutex;
 auto& memberships = *new std::vector<Membership*>;
 
-[[maybe_unused]] const int forks_handled =
+[[maybe_unused]] const int memberships_follow_forks =
     pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); },
                    [] {
                      memberships.clear();
