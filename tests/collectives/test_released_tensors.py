@@ -4,6 +4,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import helpers
 import pytest
@@ -136,3 +137,27 @@ def test_errors_tell_that_nothing_is_complete(world):
     with pytest.raises(pycomm.Timeout, match="every rank: none") as caught:
         pycomm.barrier(group=local_world.groups[0])
     assert caught.value.completed == 0
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather", "compressed_all_reduce"])
+def test_memory_that_is_replaced_while_a_call_waits(world, name):
+    """Another thread gives the tensors of a waiting call other memory."""
+    count = 4 << 20  # its memory goes back to the system when it is freed
+    first, second = world(2).groups
+
+    def tensors(value):
+        own = torch.full((count,), value)
+        return [torch.zeros(2 * count), own] if name == "all_gather" else [own]
+
+    early, late = tensors(1.0), tensors(3.0)
+    function = getattr(pycomm, name)
+    extra = {"compression": pycomm.Identity()} if name == "compressed_all_reduce" else {}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(function, *early, group=first, **extra)
+        helpers.wait_until(lambda: not first._core.idle())
+        for tensor in early:
+            tensor.data = torch.zeros(1)
+        function(*late, group=second, **extra)
+        running.result(timeout=60)
+    wanted = {"all_reduce": 4.0, "broadcast": 1.0, "all_gather": 1.0, "compressed_all_reduce": 2.0}
+    assert late[0][:count].eq(wanted[name]).all()
