@@ -380,8 +380,11 @@ def test_state_dicts_are_the_modules_own(world):
 
 
 def test_a_scripted_module(world):
+    # Here, because threads cannot script at the same time.
+    modules = [torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))) for _ in range(2)]
+
     def body(group):
-        module = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+        module = modules[group.rank]
         model = pycomm.DataParallel(module, group=group)
         model(torch.full((2, 4), group.rank + 1.0)).sum().backward()
         return [parameter.grad.clone() for parameter in module.parameters()]
