@@ -13,7 +13,7 @@ from torch import nn
 
 import pycomm
 from pycomm._runtime import ranges
-from pycomm.tracing import Part, Sampler, make_trace
+from pycomm.tracing import Sampler, TracePart, make_trace
 
 LATE = 0.2  # seconds, of which a busy machine may take half
 LARGE = 300_000  # elements of an operation whose end is timed
@@ -248,7 +248,9 @@ def test_clocks_of_nodes_are_aligned():
     for rank, ahead in ((0, 0.0), (1, 1000.0)):
         came = [(10.0, 20.0), (12.0, 19.0)][rank]
         ends = [(12.1, 20.1), (12.1, 20.1)][rank]
-        part = Part(rank, 2, 1, rank, 1e9 - ahead, ahead, ahead + 30.0, steps=[ahead, ahead + 30.0])
+        part = TracePart(
+            rank, 2, 1, rank, 1e9 - ahead, ahead, ahead + 30.0, steps=[ahead, ahead + 30.0]
+        )
         for sequence, (entered, done) in enumerate(zip(came, ends, strict=True)):
             part.operations.append(operation(sequence, ahead + entered, ahead + done))
         parts.append(part)
