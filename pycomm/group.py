@@ -498,7 +498,7 @@ class Group:
         raises, and it can be shrunk.
 
         Args:
-            timeout: how long to wait for newcomers that have come to the door and do not answer any
+            timeout: how long to wait for newcomers that have asked to join and do not answer any
                 more, in seconds or as a timedelta; by default 30 seconds, or the group's timeout if
                 that is shorter. The shortest of all ranks counts.
 

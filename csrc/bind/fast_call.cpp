@@ -288,7 +288,7 @@ cpu::Group* engine_of(PyObject* group) {
   return static_cast<cpu::Group*>(engine);
 }
 
-// What is chosen by name or number.
+// Arguments that are names or numbers.
 struct Choices {
   Algorithm algorithm;
   ReduceOp op;

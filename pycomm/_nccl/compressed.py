@@ -596,7 +596,7 @@ class _CodedTile:
             self._mask_velocity(sent)
 
     def _mask_velocity(self, sent: torch.Tensor) -> None:
-        """What is sent loses its velocity."""
+        """Zeroes the velocity of the elements that are sent."""
         taken = torch.zeros_like(sent)
         for node, part, _ in self._owned_parts():
             taken[node][part] = self._wires.largest(sent[node][part], _C.topk_spread)

@@ -58,7 +58,7 @@ _WRITTEN = re.compile(r"\[?([^][/\s\0]+)\]?:(\d+)/([0-9a-f]{32})")
 
 
 class Address(NamedTuple):
-    """The place of a door. Its text is ``host:port/secret``."""
+    """The place of a join server. Its text is ``host:port/secret``."""
 
     host: str
     port: int
@@ -90,8 +90,8 @@ class JoinServer(Acceptor):
 
     Args:
         host: the address of this node.
-        before: the address of the door before this one, whose rank may have died. On its node this
-            one takes the same port, if that is free, so that the address stays.
+        before: the address of the join server before this one, whose rank may have died. On its
+            node this one takes the same port, if that is free, so that the address stays.
 
     Attributes:
         address: where it is.
@@ -161,13 +161,13 @@ def request_join(
     """Waits until a group lets this process in.
 
     Args:
-        addresses: returns where the group's door may be now; a door that has moved is not waited
-            for.
+        addresses: returns where the group's join server may be now; nobody waits for one that has
+            moved.
         mine: what the group must know of this process.
         deadline: until when to try.
 
     Returns:
-        The door's address, the connection to the group's first rank, and what that rank has said.
+        The join server's address, the connection to it, and what the group's first rank has said.
 
     Raises:
         ValueError: the group refuses this process.
@@ -178,16 +178,17 @@ def request_join(
         while True:
             for address in addresses():
                 try:
-                    door = _ask(address, hosts_of(address.host), addresses, mine, deadline)
+                    connection = _ask(address, hosts_of(address.host), addresses, mine, deadline)
                 except (socket.gaierror, UnicodeError) as error:  # it may become known
                     unknown = f": the host name {address.host!r} is unknown ({error})"
                     continue
                 unknown = ""
-                if door is not None:
-                    if "refused" in door.said:
-                        door.close()
-                        raise ValueError(f"the group refuses this process: {door.said['refused']}")
-                    return address, door, door.said
+                if connection is not None:
+                    if "refused" in connection.said:
+                        connection.close()
+                        why = connection.said["refused"]
+                        raise ValueError(f"the group refuses this process: {why}")
+                    return address, connection, connection.said
             with deadline.slice():
                 time.sleep(_TRIES_EVERY)
     except TimeoutError:
@@ -202,10 +203,10 @@ def _ask(
     mine: object,
     deadline: Deadline,
 ) -> Connection | None:
-    """The connection to a door that has answered; None if nobody is there, or it has moved.
+    """The connection to a join server that has answered; None if nobody is there, or it has moved.
 
     Args:
-        address: the door's.
+        address: the join server's.
         hosts: the addresses that its host may have, of which the first that answers is taken.
         addresses: as for :func:`request_join`.
         mine: as for :func:`request_join`.
@@ -213,29 +214,31 @@ def _ask(
     """
     for name in hosts:
         try:
-            door = Connection.to(name, address.port)
+            connection = Connection.to(name, address.port)
         except OSError as error:
             if error.errno == errno.EAFNOSUPPORT:  # this kernel has no IPv6
                 continue
             raise
         try:
             # There are no addresses while the file is written.
-            while not (door.ended or door.unreachable) and address in (addresses() or [address]):
-                if door.established and not door.spoken:
-                    door.say({"secret": address.secret, "mine": mine})
-                door.hear()
-                if isinstance(door.said, dict):
-                    return door
+            while not (connection.ended or connection.unreachable) and address in (
+                addresses() or [address]
+            ):
+                if connection.established and not connection.spoken:
+                    connection.say({"secret": address.secret, "mine": mine})
+                connection.hear()
+                if isinstance(connection.said, dict):
+                    return connection
                 with deadline.slice():
-                    door.wait(_TRIES_EVERY)
+                    connection.wait(_TRIES_EVERY)
         except BaseException:
-            door.close()
+            connection.close()
             raise
-        door.close()
+        connection.close()
     return None
 
 
-# How a group grows by processes that wait at its door (pycomm/_runtime/grow.py).
+# How a group grows by processes that wait at its join server.
 
 Kind = TypeVar("Kind", bound=Member)
 
@@ -249,7 +252,7 @@ class Growth(Generic[Kind]):
         make: makes the larger group of this rank's membership.
 
     Attributes:
-        address: where the door is, as far as this rank knows.
+        address: where the join server is, as far as this rank knows.
     """
 
     def __init__(
@@ -260,7 +263,7 @@ class Growth(Generic[Kind]):
     ) -> None:
         self.address: Address | None = None
         self._everyone, self._terms, self._make = everyone, terms, make
-        self._door: JoinServer | None = None  # on the first rank, once it is open
+        self._server: JoinServer | None = None  # on the first rank, once it is open
         self._told = False  # whether all ranks know the address
         self._length = host.zeros(1, dtype=torch.int64)  # of news
         self._store: Store | None = None  # that this rank serves
@@ -268,21 +271,21 @@ class Growth(Generic[Kind]):
         self._busy = threading.Lock()
 
     def inherit(self, before: Growth[Kind]) -> None:
-        """Takes the door of the group before, or its address."""
+        """Takes the join server of the group before, or its address."""
         self.address = before.address
-        self._door, before._door = before._door, None
+        self._server, before._server = before._server, None
 
     def open(self, group: Kind) -> None:
-        """Opens the door, if this is the first rank."""
-        if group.rank == 0 and self._door is None:
+        """Opens the join server, if this is the first rank."""
+        if group.rank == 0 and self._server is None:
             group._core.check_usable()
-            self._door = JoinServer(self._host(group), self.address)
-            self.address = self._door.address
+            self._server = JoinServer(self._host(group), self.address)
+            self.address = self._server.address
 
     def close(self) -> None:
-        """Closes the door."""
-        if self._door is not None:
-            self._door.close_sockets()
+        """Closes the join server."""
+        if self._server is not None:
+            self._server.close_sockets()
 
     def grow(self, group: Kind, patience: float) -> Kind | None:
         """See :meth:`pycomm.Group.grow`.
@@ -316,7 +319,7 @@ class Growth(Generic[Kind]):
             self._busy.release()
 
     def _announce(self, group: Kind, patience: float) -> dict[str, Any]:
-        """The first rank's news, on all ranks: the door's address, and the Store's."""
+        """The first rank's news, on all ranks: the join server's address, and the Store's."""
         core, text = group._core, b""
         if group.rank == 0:
             try:
@@ -337,16 +340,16 @@ class Growth(Generic[Kind]):
         return found
 
     def _invite(self, group: Kind, patience: float) -> dict[str, Any]:
-        """If processes wait at the door, serves a Store for the larger group."""
+        """If processes wait at the join server, serves a Store for the larger group."""
         self.open(group)
-        if self._door is None or not self._door.callers(self._objection):
+        if self._server is None or not self._server.callers(self._objection):
             return {}
-        store, port = serve(self._door.address.host, patience)
+        store, port = serve(self._server.address.host, patience)
         self._store = store
-        callers = self._door.let_in()
+        callers = self._server.let_in()
         everyone = [*self._everyone, *(self._introduction_of(caller.said) for caller in callers)]
         store.set("everyone", json.dumps([{**each, "nccl": False} for each in everyone]))
-        where = self._door.address.host, port
+        where = self._server.address.host, port
         for rank, caller in enumerate(callers, start=group.size):
             caller.say({"store": where, "rank": rank, "patience": patience, "terms": self._terms})
             self._watched[rank] = caller
@@ -410,7 +413,7 @@ def enter(
     """Joins a group that grows.
 
     Args:
-        addresses: returns where the group's door may be, anew for each try.
+        addresses: returns where the group's join server may be, anew for each try.
         seconds: how long to wait until the group lets this process in.
         make: makes the larger group of this rank's membership, the rank and the group's terms.
 
@@ -419,29 +422,29 @@ def enter(
     """
     deadline, mine = Deadline(seconds), introduction(0)
     while True:
-        address, door, told = request_join(addresses, mine, deadline)
+        address, connection, told = request_join(addresses, mine, deadline)
         try:
-            made = _enter(door, told, make)
+            made = _enter(connection, told, make)
             made._growth.address = address
             return made
         except RuntimeError:  # also all of pycomm's: the members have gone on without this process
             if deadline.over():
                 raise
         finally:
-            door.close()
+            connection.close()
 
 
 def _enter(
-    door: Connection,
+    connection: Connection,
     told: Mapping[str, Any],
     make: Callable[[RendezvousResult, int, Mapping[str, Any]], Kind],
 ) -> Kind:
     patience, rank = told["patience"], told["rank"]
-    store = reach(told["store"], patience, door.hears_end)
+    store = reach(told["store"], patience, connection.hears_end)
     everyone = json.loads(store.get("everyone"))
 
     def lost() -> list[int]:
-        return [0] if door.hears_end() else []
+        return [0] if connection.hears_end() else []
 
     members = set_up(store, rank, everyone, Deadline(patience), lost, listens=True)
     made = make(members, rank, told["terms"])

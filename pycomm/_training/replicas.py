@@ -236,7 +236,7 @@ class _Area:
 
 
 class NodeReplicas(Replicas):
-    """Of ranks on one node."""
+    """Replicas of ranks on one node."""
 
     reaches_all = True
 
@@ -348,7 +348,7 @@ _AHEAD = 2  # all-gathers at a time
 
 
 class InternodeReplicas(Replicas):
-    """Of ranks on several nodes: each has copies of its ward's tensors, too."""
+    """Replicas of ranks on several nodes. Each rank has copies of its ward's tensors, too."""
 
     reaches_all = False
 
