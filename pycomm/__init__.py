@@ -18,6 +18,7 @@ from pycomm._init import default_group, init, join, set_default_group
 from pycomm._retired import missing_attribute
 from pycomm._runtime import lifetime  # noqa: F401 - what it registers
 from pycomm._runtime.plan import Plan
+from pycomm._training.sharding import Sharding
 from pycomm._work import Work
 from pycomm.batches import even_batches
 from pycomm.block_collectives import all_to_all, gather, scatter
@@ -85,6 +86,7 @@ __all__ = [
     "RecordedOperation",
     "Report",
     "Request",
+    "Sharding",
     "Stats",
     "Timeout",
     "TopK",

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from pycomm._training.shards import OwnedRange, Part, Shards, part_of
+from pycomm._training.parameters import part_of
+from pycomm._training.shards import OwnedRange, Part, Shards
 from pycomm.group import Group
 from pycomm.optim import _checkpoint
 from pycomm.optim._replicas import ReplicatedStates

@@ -11,7 +11,8 @@ import torch
 from pycomm import _C
 from pycomm._inputs import local
 from pycomm._runtime import host
-from pycomm._training.shards import Shards, divisions, part_of
+from pycomm._training.parameters import divisions, part_of
+from pycomm._training.shards import Shards
 from pycomm.optim import _storage
 from pycomm.optim._options import Group
 

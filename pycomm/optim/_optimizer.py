@@ -15,7 +15,7 @@ from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training import step_guard
 from pycomm._training.optimizers import register
-from pycomm._training.shards import part_of
+from pycomm._training.parameters import part_of
 from pycomm.optim import _executors, _options, _storage
 from pycomm.optim._divided import DividedOptimizer
 from pycomm.optim._executors import OnCpu, OnCuda, Row, Table, one_division
