@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pycomm import _C
 from pycomm._inputs import seconds
 from pycomm._runtime import log
@@ -154,6 +156,9 @@ class LocalWorld:
         def body(rank: int) -> None:
             with sharing_generators(size) if turns is None else turns.of(rank):
                 try:
+                    # Until torch has looked up its number of threads in a new thread, OpenMP takes
+                    # its own, and convolutions round otherwise.
+                    torch.get_num_threads()
                     results[rank] = function(self.groups[rank], *args)
                 except BaseException as error:
                     with lock:

@@ -10,7 +10,6 @@ import torch
 
 from pycomm._inputs import local
 from pycomm._training.flat import home_of, place_of
-from pycomm._training.internode_shards import InternodeShards
 from pycomm._training.parameters import part_of
 from pycomm._training.shards import Shards
 from pycomm.data_parallel import DataParallel
@@ -183,8 +182,8 @@ def _count_arenas(params: Iterable[torch.Tensor], counted: _Storages) -> dict[st
         if shards.own_gradients is not None:
             sizes["gradients"] += counted.add(shards.own_gradients.buffers)
             sizes["communication"] += counted.add([shards.own_gradients.memory])
-        if isinstance(shards, InternodeShards):
-            sizes["communication"] += counted.add(shards.publication.errors)
+        if shards.all_gather is not None:
+            sizes["communication"] += counted.add(shards.all_gather.errors)
         sizes["communication"] += counted.add([shards.arena]) - parameters - gradients
     return sizes
 

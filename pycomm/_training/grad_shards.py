@@ -1,6 +1,5 @@
 """Gradients that are divided among the ranks: each rank keeps its part of the averages.
 
-Each bucket is divided into equal blocks, one per rank: an owner's elements and some padding.
 Backward's gradients are copied into one of three slots in the window, and freed. While backward
 goes on, a reduce-scatter averages each block of the slot into its owner's memory. A bucket that is
 larger than a slot goes through several, a range of every block at a time.
@@ -29,7 +28,6 @@ from torch.utils.weak import TensorWeakRef
 from pycomm._nccl.collectives import launch
 from pycomm._runtime.host import huge_page_zeros
 from pycomm._runtime.torch_private import no_dispatch, no_torch_function, pytree, schema_of
-from pycomm._training.flat import ALIGN
 from pycomm._training.parameters import part_of
 from pycomm._training.shards import OwnedRange, Part, Shards
 from pycomm._work import Work
@@ -212,7 +210,7 @@ class GradShardBuffers:
     def _divide(self, bucket: Bucket) -> list[_Portion]:
         """Makes this rank's memory for a bucket, and cuts the bucket into portions."""
         ranks, dtype = self._shards.group.size, bucket.flat.dtype
-        spans, count = _lay_out(bucket.parameters, ranks)
+        spans, count = self._spans(bucket.parameters)
         block = huge_page_zeros(count, dtype, self.memory.device)
         self.buffers.append(block)
         for parameter in bucket.parameters:
@@ -227,6 +225,18 @@ class GradShardBuffers:
             _portion(spans, block, at, min(at + room, count)) for at in range(0, count, room)
         )
         return [portion for portion in portions if portion.runs]  # else it is padding
+
+    def _spans(self, parameters: Sequence[torch.Tensor]) -> tuple[list[_Span], int]:
+        """The places of a bucket's parameters in blocks, and the elements of a block."""
+        shards, spans = self._shards, []
+        first, last = shards.extent(parameters)
+        count = (last - first) // shards.group.size
+        for number, parameter in enumerate(parameters):
+            begin = shards.layout[parameter].offset - first
+            for owned in _part(parameter).ranges:
+                place = begin + owned.begin - owned.rank * count
+                spans.append(_Span(number, owned, place))
+        return spans, count
 
     def is_divided(self, parameter: torch.Tensor) -> bool:
         """True if this rank's part of the parameter's gradient lies here.
@@ -398,17 +408,6 @@ def _part(parameter: torch.Tensor) -> Part:
     part = part_of(parameter)
     assert part is not None
     return part
-
-
-def _lay_out(parameters: Sequence[torch.Tensor], ranks: int) -> tuple[list[_Span], int]:
-    """Places a bucket's parameters in blocks; returns the places, and the elements of a block."""
-    spans: list[_Span] = []
-    used = [0] * ranks
-    for number, parameter in enumerate(parameters):
-        for owned in _part(parameter).ranges:
-            spans.append(_Span(number, owned, used[owned.rank]))
-            used[owned.rank] += -(-(owned.end - owned.begin) // ALIGN) * ALIGN
-    return spans, max(used)
 
 
 def _portion(spans: Iterable[_Span], block: torch.Tensor, first: int, last: int) -> _Portion:

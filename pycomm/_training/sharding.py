@@ -29,8 +29,8 @@ from pycomm._training.comm_state import CommState
 from pycomm._training.exchange import dense_wire_bytes, launching
 from pycomm._training.flat import Memory, home_of
 from pycomm._training.grad_shards import GradShardBuffers
-from pycomm._training.internode_shards import BucketReduceScatter, InternodeShards
 from pycomm._training.parameters import common_parameters, part_of
+from pycomm._training.shard_exchange import BucketReduceScatter
 from pycomm._training.shards import Shards
 from pycomm._training.strategy import Strategy
 from pycomm.compression import Compression, check_lossy_once
@@ -221,22 +221,17 @@ class ShardOptimizer(Strategy):
         super().__init__(state, parameters)
 
     def _take_over(self, parameters: Sequence[torch.Tensor]) -> None:
-        memory, publish = self._memory(), self._sharding.publish
-        replicates = self._sharding.replicas > 1
-        if len(self._group.nodes) == 1:
-            self.shards = Shards(parameters, self._group, memory, replicates=replicates)
-        else:
-            if self._scatters():
-                self._scatter = BucketReduceScatter(self.state)
-            self.shards = InternodeShards(
-                parameters,
-                self._group,
-                memory or no_memory,
-                self._limit,
-                scatters=self._scatter is not None,
-                publish=publish,
-                replicates=replicates,
-            )
+        if self._scatters():
+            self._scatter = BucketReduceScatter(self.state)
+        self.shards = Shards(
+            parameters,
+            self._group,
+            self._memory(),
+            self._limit,
+            scatters=self._scatter is not None,
+            publish=self._sharding.publish,
+            replicates=self._sharding.replicas > 1,
+        )
         self.shards.exchange_group = self.state.group
         self.layout = self.shards.layout
 
@@ -248,19 +243,21 @@ class ShardOptimizer(Strategy):
 
     def _scatters(self) -> bool:
         """True if backward averages gradients at their owners only, between nodes."""
+        if len(self._group.nodes) == 1 or not self._owns:
+            return False
         encoded = self._sharding.publish is not None and self.state.encodes_once
-        return self._owns and (self.state.compression is None or encoded)
+        return self.state.compression is None or encoded
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """See :meth:`Strategy.prepare`."""
         self.shards.assign(bucket.parameters for bucket in buckets)
-        if self._scatter is not None and isinstance(self.shards, InternodeShards):
+        if self._scatter is not None:
             self._scatter.place_residuals(self.shards.blocks.values())
 
     # A backward.
 
     def _start(self, bucket: Bucket, number: int) -> None:
-        if self._scatter is not None and isinstance(self.shards, InternodeShards):
+        if self._scatter is not None:
             with self._launching(bucket, number):
                 blocks = self.shards.blocks[id(bucket.parameters[0])]
                 self._scatter.start(blocks, bucket.parameters)

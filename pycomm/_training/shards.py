@@ -1,20 +1,22 @@
 """Shards: which rank holds the optimizer states of which elements of a model.
 
-Parameters, and gradients that a step averages itself, lie in one allocation in the window, the
-arena, with the same layout on all ranks. Each bucket is cut into one part per rank, as evenly as
-possible at multiples of 1,024 elements of a parameter, so that blocks of 8-bit states, sums of
-norms and cache lines stay whole. Parts depend only on the parameters and the number of ranks.
+Parameters lie in one allocation in the window, the arena, with the same layout on all ranks; on one
+node so do gradients that a step averages itself. Each bucket is divided into equal blocks, one per
+rank. Every parameter begins at a multiple of 1,024 elements, and every bucket has a multiple of
+1,024 elements per rank, so that blocks of 8-bit states, sums of norms and cache lines stay whole.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from pycomm import _C
+from pycomm._nccl.collectives import launch
+from pycomm._training.buckets import partition
 from pycomm._training.exchange import dense_wire_bytes
 from pycomm._training.flat import (
     ALIGN,
@@ -25,14 +27,15 @@ from pycomm._training.flat import (
     Place,
     describe_states,
     kind_of,
-    room,
 )
 from pycomm._training.parameters import complete_parts, count_division, held_part, record_of
+from pycomm._training.shard_exchange import Blocks, ParamAllGather, Spread, encoded_bytes
 from pycomm._training.step_guard import Snapshot, StepGuard
 from pycomm.collectives import all_reduce, broadcast
 from pycomm.p2p import recv, send
 
 if TYPE_CHECKING:
+    from pycomm.compression import Compression
     from pycomm.group import Group
 
 # Where parameters are divided among ranks.
@@ -46,35 +49,6 @@ class OwnedRange(NamedTuple):
     rank: int
     begin: int
     end: int
-
-
-def cut(parameters: Sequence[torch.Tensor], ranks: int) -> list[tuple[OwnedRange, ...]]:
-    """Cuts parameters that lie one after the other into one part per rank.
-
-    Returns:
-        For each parameter, the ranges of the ranks that own some of it, in order.
-    """
-    begins = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
-    cuts = [0, *(_nearest(begins, begins[-1] * k / ranks) for k in range(1, ranks)), begins[-1]]
-    parts = []
-    for begin, end in itertools.pairwise(begins):
-        ranges = []
-        for rank in range(ranks):
-            first, last = max(begin, cuts[rank]), min(end, cuts[rank + 1])
-            if first < last:
-                ranges.append(OwnedRange(rank, first - begin, last - begin))
-        parts.append(tuple(ranges))
-    return parts
-
-
-def _nearest(begins: Sequence[int], wanted: float) -> int:
-    """The possible cut that is nearest to an element."""
-    for begin, end in itertools.pairwise(begins):
-        if wanted < end:
-            below = begin + int(wanted - begin) // UNIT * UNIT
-            above = min(below + UNIT, end)
-            return below if wanted - below <= above - wanted else above
-    return begins[-1]
 
 
 # Shards: which rank holds the optimizer states of which elements of a model.
@@ -243,10 +217,12 @@ class Shards:
 
     Args:
         parameters: the parameters, each once, in the order in which they shall lie.
-        group: the ranks that divide them, on each node anew.
+        group: the ranks that divide them.
         gradients: allocates memory for gradients; None puts them into the arena, where a step can
-            average them itself.
-        rooms: see :class:`Layout`.
+            average them itself: on one node only.
+        limit: the size of a bucket of several parameters, in bytes.
+        scatters: True if backward averages gradients at their owners only.
+        publish: compression of the changes of parameters between nodes; None sends parameters.
         replicates: True if optimizers keep replicas of their states.
 
     Attributes:
@@ -258,6 +234,8 @@ class Shards:
         sums: the beginning of the exchanged sums in the arena.
         local: gradients that are still each rank's own, by the parameter's id.
         own_gradients: divided gradients; None if gradients are not divided.
+        blocks: the gradients of each bucket, by the id of its first parameter.
+        all_gather: sends new parameters to other nodes; None on one node.
         replicates: see above.
         exchange_group: the ranks that exchange gradients; those of `group` and perhaps more.
         guard: watches the parameters between steps.
@@ -268,21 +246,29 @@ class Shards:
         parameters: Sequence[torch.Tensor],
         group: Group,
         gradients: Memory | None,
-        rooms: Mapping[int, int] | None = None,
+        limit: float,
+        *,
+        scatters: bool = False,
+        publish: Compression | None = None,
         replicates: bool = False,
     ) -> None:
         complete_parts(parameters)
-        self.group, self.replicates = group, replicates
-        self.averages = self.leaves_local = gradients is None
+        self.group, self.replicates, self._publish = group, replicates, publish
+        self.averages = gradients is None
+        self.leaves_local = self.averages or scatters
         self.guard = StepGuard(parameters, group)
         self.own_gradients: OwnGradients | None = None
+        self.blocks: dict[int, Blocks] = {}
+        self.all_gather: ParamAllGather | None = None
         self.exchange_group = group
         self.local: dict[int, Snapshot] = {}
-        units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
-        rooms = {id(p): room(p) for p in parameters} if rooms is None else rooms
+        rooms: dict[int, int] = {}
+        for bucket in partition(parameters, limit, kind_of):
+            rooms |= _rooms(bucket, group.size)
         sizes: dict[Kind, int] = {}
         for parameter in parameters:
             sizes[kind_of(parameter)] = sizes.get(kind_of(parameter), 0) + rooms[id(parameter)]
+        units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
         total = _C.shard_sums * units * 8 + len(sizes) * 2 * _LINE
         for kind, count in sizes.items():
             of_gradients = kind.grad_dtype.itemsize if self.averages else 0
@@ -299,40 +285,91 @@ class Shards:
             self.layout[parameter].take_in(parameter)
         self._addresses = {id(parameter): parameter.data_ptr() for parameter in parameters}
 
-    def cut(self, bucket: Sequence[torch.Tensor]) -> list[tuple[OwnedRange, ...]]:
+    def extent(self, bucket: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """The first and the last element of a bucket in its piece, padding included."""
+        first, last = self.layout[bucket[0]], self.layout[bucket[-1]]
+        return first.offset, last.offset + self.layout.room(bucket[-1])
+
+    def _cut(self, bucket: Sequence[torch.Tensor]) -> list[tuple[OwnedRange, ...]]:
         """The ranges of each parameter of a bucket; the parameters lie one after the other."""
-        return cut(bucket, self.group.size)
+        size, (begin, end) = self.group.size, self.extent(bucket)
+        block = (end - begin) // size
+        parts = []
+        for parameter in bucket:
+            first = self.layout[parameter].offset - begin
+            last = first + parameter.numel()
+            owners = range(first // block, -(-last // block))
+            cuts = [(r, max(first, r * block), min(last, (r + 1) * block)) for r in owners]
+            parts.append(tuple(OwnedRange(r, a - first, b - first) for r, a, b in cuts if a < b))
+        return parts
 
     def assign(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
         """Divides the parameters of each bucket."""
-        owned: dict[Piece, int] = {}
-        made: list[tuple[torch.Tensor, tuple[OwnedRange, ...], int, int, Piece, int]] = []
+        spreads: list[Spread] = []
+        parts: list[tuple[torch.Tensor, tuple[OwnedRange, ...], OwnedRange, int]] = []
+        owned: dict[Piece, int] = {}  # elements of this rank
+        first = 0
         for bucket in buckets:
-            for parameter, ranges in zip(bucket, self.cut(bucket), strict=True):
-                piece = self.layout[parameter].piece
-                mine = (r for r in ranges if r.rank == self.group.rank)
-                _, begin, end = next(mine, OwnedRange(self.group.rank, 0, 0))
-                offset = owned.get(piece, 0)
-                owned[piece] = offset + -(-(end - begin) // ALIGN) * ALIGN
-                made.append((parameter, ranges, begin, end - begin, piece, offset))
+            cuts, piece = self._cut(bucket), self.layout[bucket[0]].piece
+            self.blocks[id(bucket[0])] = blocks = self._blocks(bucket, first)
+            first += len(blocks.gradients)
+            spreads.append(self._spread(bucket, cuts))
+            for parameter, ranges in zip(bucket, cuts, strict=True):
+                own, offset = self._own_range(ranges), owned.get(piece, 0)
+                owned[piece] = offset + -(-(own.end - own.begin) // ALIGN) * ALIGN
+                parts.append((parameter, ranges, own, offset))
         described = {
             piece: Piece(piece.kind, torch.empty(count, dtype=piece.kind.grad_dtype, device="meta"))
             for piece, count in owned.items()
         }
-        for parameter, ranges, first, count, piece, offset in made:
-            begin = int(parameter.storage_offset()) + first
-            own = parameter.detach().as_strided((count,), (1,), begin)
-            describe_states(own, Place(described[piece], offset, (1,)))
-            record_of(parameter).part = Part(self, self.group, ranges, first, own)
+        for parameter, ranges, own, offset in parts:
+            begin = int(parameter.storage_offset()) + own.begin
+            flat = parameter.detach().as_strided((own.end - own.begin,), (1,), begin)
+            place = Place(described[self.layout[parameter].piece], offset, (1,))
+            describe_states(flat, place)
+            record_of(parameter).part = Part(self, self.group, ranges, own.begin, flat)
+        if len(self.group.nodes) > 1:
+            spreads.reverse()  # forward uses those first whose gradients come last
+            self.all_gather = ParamAllGather(self.group, self._publish, spreads)
         count_division()
+
+    def _blocks(self, bucket: Sequence[torch.Tensor], first: int) -> Blocks:
+        """A bucket's gradients; `first` is their place among those of all buckets."""
+        begin, end = self.extent(bucket)
+        gradients = self.layout[bucket[0]].piece.gradients[begin:end]
+        begins = {id(p): self.layout[p].offset - begin for p in bucket}
+        return Blocks(gradients, self._own(gradients), begins, first)
+
+    def _spread(self, bucket: Sequence[torch.Tensor], cuts: list[tuple[OwnedRange, ...]]) -> Spread:
+        """A bucket's parameters, cut in this way."""
+        memory, (begin, end) = self.layout[bucket[0]].piece.parameters, self.extent(bucket)
+        assert memory is not None
+        own, ranges = self._own(memory[begin:end]), []
+        for parameter, of_ranks in zip(bucket, cuts, strict=True):
+            at = self.layout[parameter].offset - begin - self.group.rank * len(own)
+            mine = self._own_range(of_ranks)
+            ranges.append((TensorWeakRef(parameter), at + mine.begin, at + mine.end))
+        return Spread(memory[begin:end], own, tuple(ranges))
+
+    def _own(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's block of a bucket."""
+        return flat.view(self.group.size, -1)[self.group.rank]
+
+    def _own_range(self, ranges: Iterable[OwnedRange]) -> OwnedRange:
+        rank = self.group.rank
+        return next((own for own in ranges if own.rank == rank), OwnedRange(rank, 0, 0))
 
     def moved(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters that have been moved out of the arena."""
         return [p for p in parameters if p.data_ptr() != self._addresses[id(p)]]
 
     def wire_bytes(self, nbytes: int) -> int:
-        """Bytes that a rank reads or receives for gradients of so many, and for parameters."""
-        return dense_wire_bytes(nbytes, self.group)
+        """Bytes that a rank reads or receives for gradients, `nbytes` as sent, and parameters."""
+        if self.all_gather is None:
+            return dense_wire_bytes(nbytes, self.group)
+        for bucket in self.blocks.values():
+            nbytes += encoded_bytes(self._publish, bucket.gradients)
+        return dense_wire_bytes(nbytes, self.group) // 2
 
     def buffers(self) -> list[torch.Tensor]:
         """The memory of all parameters."""
@@ -340,7 +377,10 @@ class Shards:
 
     def end_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """Records that a step has written these parameters."""
+        parameters = list(parameters)
         self.guard.note_step(parameters)
+        if self.all_gather is not None:
+            self.all_gather.end_step(parameters)
 
     # Gradients.
 
@@ -422,7 +462,10 @@ class Shards:
         self.guard.note_step(parameters)
 
     def _average_local(self, local: Sequence[torch.Tensor]) -> None:
-        """Averages gradients that are still each rank's own."""
+        """Makes gradients averages of which each rank has its own, or averages of its part."""
+        if not self.averages:
+            self._gather_blocks(local)
+            return
         number = {piece: index for index, piece in enumerate(self.layout.pieces)}
 
         def lie(parameter: torch.Tensor) -> tuple[int, int]:
@@ -439,6 +482,21 @@ class Shards:
         for piece, begin, end in runs:
             all_reduce(piece.gradients[begin:end], "avg", group=self.group, deterministic=True)
 
+    def _gather_blocks(self, local: Sequence[torch.Tensor]) -> None:
+        """Collects the blocks of the buckets that these gradients lie in."""
+        ids, works = set(map(id, local)), []
+        for blocks in self.blocks.values():
+            if not ids.isdisjoint(blocks.begins):
+                own, whole = blocks.own, blocks.gradients
+                works.append(
+                    launch(
+                        self.group, "all_gather", own, whole, own.shape,
+                        label="gradients to all", async_op=True,
+                    )
+                )  # fmt: skip
+        for work in works:
+            work.wait()
+
     def _take(
         self,
         count: int,
@@ -449,3 +507,11 @@ class Shards:
         begin = -(-self._used // _LINE) * _LINE
         self._used = begin + count * dtype.itemsize
         return self.arena[begin : self._used].view(dtype)
+
+
+def _rooms(bucket: Sequence[torch.Tensor], ranks: int) -> dict[int, int]:
+    """The elements that each parameter of a bucket takes, by its id."""
+    rooms = {id(p): -(-max(p.numel(), 1) // UNIT) * UNIT for p in bucket}
+    total, unit = sum(rooms.values()), ranks * UNIT
+    rooms[id(bucket[-1])] += -total % unit
+    return rooms

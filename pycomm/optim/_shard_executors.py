@@ -15,7 +15,7 @@ from pycomm._nccl.collectives import launch
 from pycomm._runtime import host
 from pycomm._runtime.ranges import record_range
 from pycomm._training.agree import tensor_checksum
-from pycomm._training.internode_shards import InternodeShards
+from pycomm._training.shard_exchange import ParamAllGather
 from pycomm._training.shards import Shards
 from pycomm.errors import PycommError
 from pycomm.optim._executors import OnCpu, Step, Table, is_capturing, rate_for, rate_on_device
@@ -53,14 +53,14 @@ class OnCpuShards(OnCpu):
 class OnSpanningShards(OnCpuShards):
     """The same for ranks on several nodes, which exchange sums and new parameters."""
 
-    def __init__(self, tables: list[Table], shards: InternodeShards) -> None:
+    def __init__(self, tables: list[Table], shards: Shards, all_gather: ParamAllGather) -> None:
         super().__init__(tables, shards)
-        self._group, self._publication = shards.group, shards.publication
+        self._group, self._all_gather = shards.group, all_gather
 
     def run(self, step: Step) -> torch.Tensor | None:
         """See :meth:`OnCpu.run`. All ranks must call this alike."""
         sharded, norm = self._prepare(step), None
-        self._publication.forget_written()
+        self._all_gather.forget_written()
         sharded.begin(*step.control, step.bound)
         found = host.tensor([sharded.skips()], dtype=torch.uint8)
         self._reduce(found, "max", sharded.compared(_label(self._tables, step, self._shards)))
@@ -79,9 +79,9 @@ class OnSpanningShards(OnCpuShards):
     def _update(self, sharded: _C.ShardedStep, params: Sequence[torch.Tensor]) -> None:
         """Updates this rank's parameters and sends them to all ranks."""
         try:
-            self._publication.begin(params)
+            self._all_gather.begin(params)
             sharded.finish()
-            self._publication.send()
+            self._all_gather.send()
         except BaseException:
             self._shards.guard.step_failed()
             raise
@@ -164,8 +164,8 @@ def shard_executor(
     Raises:
         RuntimeError: the current stream is being captured.
     """
-    if isinstance(shards, InternodeShards):
-        return OnSpanningShards(tables, shards)
+    if shards.all_gather is not None:
+        return OnSpanningShards(tables, shards, shards.all_gather)
     if device.type == "cpu":
         return OnCpuShards(tables, shards)
     if is_capturing(device):

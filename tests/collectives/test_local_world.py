@@ -30,6 +30,21 @@ def test_every_rank_has_a_thread_of_its_own(world):
     assert len(set(threads)) == len(set(names)) == 4
 
 
+def gradient_of_a_convolution(group=None):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(36, 16, 3, 3, generator=generator).to(memory_format=torch.channels_last)
+    batch = torch.randn(2, 16, 4, 4, generator=generator)
+    weight.requires_grad_()
+    torch.nn.functional.conv2d(batch, weight).mean((2, 3)).square().mean().backward()
+    return weight.grad
+
+
+def test_ranks_compute_with_as_many_threads_as_the_process(world):
+    """OpenMP begins with its own number in a new thread, and convolutions round otherwise."""
+    wanted = gradient_of_a_convolution()
+    assert all(map(wanted.equal, world(2).run(gradient_of_a_convolution)))
+
+
 class OwnError(Exception):
     pass
 

@@ -146,7 +146,7 @@ def test_parameters_that_do_not_arrive_are_half_new():
         optimizer.step()
         backward(model)
         if group.rank == 1:
-            model._exchange.strategy.shards.publication.send = lambda: time.sleep(0.1)
+            model._exchange.strategy.shards.all_gather.send = lambda: time.sleep(0.1)
             optimizer.step()
             group.abort()
             return ""

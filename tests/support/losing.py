@@ -15,7 +15,7 @@ import torch
 from surviving import STEPS, Training, common_end, expect
 
 import pycomm
-from pycomm._training import internode_shards, replicas
+from pycomm._training import replicas, shard_exchange
 from pycomm._training.replicas import InternodeReplicas
 from pycomm._training.survival import ShardSurvival
 from pycomm.optim._shard_executors import OnSpanningShards
@@ -62,7 +62,7 @@ def die_at(moment: str | float, training: Training) -> None:
     elif moment == "copying":
         InternodeReplicas.begin_step = kill
     elif moment == "publishing":  # others may have some of its new parameters
-        before_second_call(internode_shards, "launch")
+        before_second_call(shard_exchange, "launch")
     elif moment == "updated":
         after(OnSpanningShards, "run")
     elif moment == "sending":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def steps(group: pycomm.Group, case: Case, device: str, count: int = 3) -> list[
     ]
     for param in params:
         param.grad_dtype = case.grad_dtype or case.dtype
-    shards = Shards(params, group, None)
+    shards = Shards(params, group, None, math.inf)
     shards.assign([params])
     optimizer = case.make(params, max_norm=1.0)
     norms = []

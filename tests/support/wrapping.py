@@ -23,9 +23,9 @@ def data_parallel(module: nn.Module, **options: Any) -> pycomm.DataParallel:
         options: those of pycomm.DataParallel, pycomm.Sharding (its group is `shard_group`) and
             pycomm.hooks.CommState.
     """
-    sharding = {_SHARDING[name]: options.pop(name) for name in _SHARDING if name in options}
-    if sharding and options.get("shard") is not None:
-        options["shard"] = pycomm.Sharding(options["shard"], **sharding)
+    if options.get("shard") is not None:
+        given = {_SHARDING[name]: options.pop(name) for name in _SHARDING if name in options}
+        options["shard"] = pycomm.Sharding(options["shard"], **given)
     own = {name: options.pop(name) for name in _STATE if name in options}
     if own:
         own |= {n: options.pop(n) for n in ("group", "grad_scaler") if n in options}

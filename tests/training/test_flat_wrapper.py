@@ -12,6 +12,7 @@ import wrapped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from wrapped import TINY
+from wrapping import data_parallel
 
 import pycomm
 import pycomm.optim as optim
@@ -51,7 +52,7 @@ MODEL = Varied()  # drawn by one thread, as the random numbers are everyone's
 
 
 def wrap(model, group, **options):
-    return pycomm.DataParallel(model, group=group, **{"bucket_cap_mb": TINY, **options})
+    return data_parallel(model, group=group, **{"bucket_cap_mb": TINY, **options})
 
 
 def step_of(model, optimizer, rank, step):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -86,7 +87,7 @@ def sharded(group: pycomm.Group, device: str) -> None:
                 torch.nn.Parameter(torch.ones(count, dtype=scheme.dtype, device=device))
                 for count in (100, COUNT)
             ]
-            shards = Shards(params, group, None)
+            shards = Shards(params, group, None, math.inf)
             shards.assign([params])
             more: dict[str, Any] = {"max_norm": 1.0, **options, **scheme.options}
             optimizer = kind(params, **more)

@@ -29,6 +29,7 @@ import torch
 from rich import progress
 from rich.console import Console
 from rich.table import Table
+from wrapping import data_parallel
 
 import pycomm
 from convergence.tasks import ALL_TASKS, TASKS, Task
@@ -197,7 +198,7 @@ def learn(
         model = pycomm.DataParallel(task.model, state=local)
         factor = recipe.factor(group.size)
     else:
-        model = pycomm.DataParallel(
+        model = data_parallel(
             task.model, compression=setting.compression, warmup_steps=dense, group=group
         )
     for step in range(steps):

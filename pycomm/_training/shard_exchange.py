@@ -1,11 +1,8 @@
-"""Shards of ranks on several nodes, which cannot write to each other's memory.
+"""Exchanges of sharded gradients and parameters, a bucket at a time, between nodes.
 
-Each bucket of gradients is divided into equal blocks, one per rank. Backward reduces every block to
-its owner, as buckets fill; a step updates the block's parameters and sends them to all ranks. An
+Ranks on several nodes cannot write to each other's memory. Backward reduces every block of a bucket
+to its owner, as buckets fill; a step updates the block's parameters and sends them to all ranks. An
 all-reduce would move the same bytes.
-
-Every parameter begins at a multiple of 1,024 elements, and every bucket has a multiple of 1,024
-elements per rank. So blocks of all parameters are as :mod:`pycomm._training.shards` cuts them.
 """
 
 from __future__ import annotations
@@ -21,10 +18,6 @@ from torch.utils.weak import TensorWeakRef
 from pycomm._nccl.collectives import launch
 from pycomm._runtime import host
 from pycomm._runtime.host import huge_page_zeros
-from pycomm._training.buckets import partition
-from pycomm._training.exchange import dense_wire_bytes
-from pycomm._training.flat import Memory, kind_of
-from pycomm._training.shards import UNIT, OwnedRange, Shards
 from pycomm._work import Work
 from pycomm.collectives import all_reduce
 from pycomm.compressed import compressed_reduce_scatter
@@ -302,123 +295,3 @@ class ParamAllGather:
 def _alive(spread: Spread) -> list[tuple[torch.Tensor, int, int]]:
     """A bucket's parameters and their ranges."""
     return [(p, begin, end) for ref, begin, end in spread.parameters if (p := ref()) is not None]
-
-
-# Shards of ranks on several nodes, which cannot write to each other's memory.
-
-
-class InternodeShards(Shards):
-    """The parameters of one wrapper, divided among ranks on several nodes.
-
-    Args:
-        parameters: as for :class:`Shards`.
-        group: the ranks.
-        gradients: allocates memory for gradients.
-        limit: the size of a bucket of several parameters, in bytes.
-        scatters: True if backward averages gradients at their owners, not everywhere.
-        publish: compression of the changes of parameters; None sends the parameters.
-        replicates: see :class:`Shards`.
-
-    Attributes:
-        blocks: the gradients of each bucket, by the id of its first parameter.
-        publication: sends new parameters.
-    """
-
-    publication: ParamAllGather
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        group: Group,
-        gradients: Memory,
-        limit: float,
-        scatters: bool,
-        publish: Compression | None,
-        replicates: bool,
-    ) -> None:
-        self._publish = publish
-        self.blocks: dict[int, Blocks] = {}
-        rooms: dict[int, int] = {}
-        for bucket in partition(parameters, limit, kind_of):
-            rooms |= _rooms(bucket, group.size)
-        super().__init__(parameters, group, gradients, rooms, replicates)
-        self.leaves_local = scatters
-
-    def cut(self, bucket: Sequence[torch.Tensor]) -> list[tuple[OwnedRange, ...]]:
-        """See :meth:`Shards.cut`."""
-        size, (begin, end) = self.group.size, self._extent(bucket)
-        block = (end - begin) // size
-        parts = []
-        for parameter in bucket:
-            first = self.layout[parameter].offset - begin
-            last = first + parameter.numel()
-            owners = range(first // block, -(-last // block))
-            cuts = [(r, max(first, r * block), min(last, (r + 1) * block)) for r in owners]
-            parts.append(tuple(OwnedRange(r, a - first, b - first) for r, a, b in cuts if a < b))
-        return parts
-
-    def assign(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
-        """See :meth:`Shards.assign`."""
-        buckets, rank = list(buckets), self.group.rank
-        super().assign(buckets)
-        spreads, first = [], 0
-        for bucket in buckets:
-            piece, (begin, end) = self.layout[bucket[0]].piece, self._extent(bucket)
-            assert piece.parameters is not None
-            gradients = piece.gradients[begin:end]
-            begins = {id(p): self.layout[p].offset - begin for p in bucket}
-            self.blocks[id(bucket[0])] = Blocks(gradients, self._own(gradients), begins, first)
-            first += end - begin
-            whole = piece.parameters[begin:end]
-            own = self._own(whole)
-            ranges = []
-            for parameter, cuts in zip(bucket, self.cut(bucket), strict=True):
-                at = self.layout[parameter].offset - begin - rank * len(own)
-                mine = next((r for r in cuts if r.rank == rank), OwnedRange(rank, 0, 0))
-                ranges.append((TensorWeakRef(parameter), at + mine.begin, at + mine.end))
-            spreads.append(Spread(whole, own, tuple(ranges)))
-        spreads.reverse()  # forward uses those first whose gradients come last
-        self.publication = ParamAllGather(self.group, self._publish, spreads)
-
-    def _average_local(self, local: Sequence[torch.Tensor]) -> None:
-        """Collects the blocks of the buckets that these gradients lie in."""
-        ids, works = set(map(id, local)), []
-        for blocks in self.blocks.values():
-            if not ids.isdisjoint(blocks.begins):
-                own, whole = blocks.own, blocks.gradients
-                label = "gradients to all"
-                works.append(
-                    launch(
-                        self.group, "all_gather", own, whole, own.shape, label=label, async_op=True
-                    )
-                )
-        for work in works:
-            work.wait()
-
-    def wire_bytes(self, nbytes: int) -> int:
-        """See :meth:`Shards.wire_bytes`; `nbytes` as gradients are sent."""
-        for bucket in self.blocks.values():
-            nbytes += encoded_bytes(self._publish, bucket.gradients)
-        return dense_wire_bytes(nbytes, self.group) // 2
-
-    def end_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """See :meth:`Shards.end_step`."""
-        parameters = list(parameters)
-        super().end_step(parameters)
-        self.publication.end_step(parameters)
-
-    def _extent(self, bucket: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """The first and the last element of a bucket in its piece, padding included."""
-        first, last = self.layout[bucket[0]], self.layout[bucket[-1]]
-        return first.offset, last.offset + self.layout.room(bucket[-1])
-
-    def _own(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self.group.size, -1)[self.group.rank]
-
-
-def _rooms(bucket: Sequence[torch.Tensor], ranks: int) -> dict[int, int]:
-    """The elements that each parameter of a bucket takes, by its id."""
-    rooms = {id(p): -(-max(p.numel(), 1) // UNIT) * UNIT for p in bucket}
-    total, unit = sum(rooms.values()), ranks * UNIT
-    rooms[id(bucket[-1])] += -total % unit
-    return rooms
