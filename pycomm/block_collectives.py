@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -19,6 +19,7 @@ from pycomm._inputs import (
     check_same_kind,
     check_tensor,
     check_written,
+    is_list,
     operation_of,
 )
 from pycomm._runtime import host, ranges
@@ -50,11 +51,6 @@ class BlockList:
         if self.listed:
             return 0, _C.Blocks(addresses, self.counts)
         return addresses[0], _C.Blocks([], self.counts) if self.counts else None
-
-
-def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    """True for a list of tensors, as opposed to a tensor or an array."""
-    return isinstance(value, (list, tuple))
 
 
 def listed(name: str, values: Sequence[Any], size: int, *, written: bool) -> BlockList:

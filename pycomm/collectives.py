@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,17 +20,18 @@ from pycomm._inputs import (
     check_same_kind,
     check_tensor,
     check_written,
+    is_list,
     operation_of,
     reduction,
 )
-from pycomm._nccl.collectives import launch
 from pycomm._runtime import ranges
 from pycomm._runtime.log import DEBUG, all_reduce_called, label_of
 from pycomm._short_way import short_way_first
-from pycomm._work import Work
-from pycomm.block_collectives import BlockList, is_list, launch_blocks, listed
+from pycomm._work import Work, launch
 from pycomm.group import Group
-from pycomm.recovery import Preserved
+
+if TYPE_CHECKING:
+    from pycomm.block_collectives import BlockList
 
 
 @short_way_first
@@ -99,6 +100,8 @@ def all_reduce(
     given = tensor if out is None else out
     options: dict[str, Any] = {"op": op, "algorithm": algorithm, "label": label_of(tag)}
     if preserve:
+        from pycomm.recovery import Preserved
+
         contribution = source.detach().clone() if out is None else source.detach()
         kept = Preserved(group, "all_reduce", result, contribution, given, **options)
         return kept.start(source, async_op)
@@ -171,6 +174,8 @@ def reduce_scatter(
     op = reduction(op, OPS)
     label = label_of(tag)
     if is_list(input):
+        from pycomm.block_collectives import BlockList, launch_blocks, listed
+
         blocks = listed("input", input, group.size, written=False)
         result = as_tensor("output", output, written=True)
         check_written("output", result)
@@ -213,6 +218,8 @@ def all_gather(
     group = resolve_group(group)
     label = label_of(tag)
     if is_list(output):
+        from pycomm.block_collectives import BlockList, launch_blocks, listed
+
         blocks = listed("output", output, group.size, written=True)
         source = as_tensor("input", input, written=False)
         check_tensor("input", source)
@@ -257,6 +264,8 @@ def broadcast(
     check_rank("src", src, group.size)
     options: dict[str, Any] = {"root": src, "label": label_of(tag)}
     if preserve:
+        from pycomm.recovery import Preserved
+
         is_source = group.rank == src
         kept = Preserved(group, "broadcast", data, None, tensor, holds=is_source, **options)
         return kept.start(data, async_op)

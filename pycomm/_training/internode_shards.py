@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from pycomm._nccl.collectives import launch
 from pycomm._runtime import host
 from pycomm._runtime.host import huge_page_zeros
 from pycomm._training.buckets import partition
 from pycomm._training.exchange import dense_wire_bytes
 from pycomm._training.flat import Memory, kind_of
 from pycomm._training.shards import UNIT, OwnedRange, Shards
-from pycomm._work import Work
+from pycomm._work import Work, launch
 from pycomm.collectives import all_reduce
 from pycomm.compressed import compressed_reduce_scatter
 from pycomm.errors import PycommError
