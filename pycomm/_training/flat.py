@@ -114,6 +114,7 @@ class Place(NamedTuple):
 _homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # places of flattened parameters
 _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weak references
 _places_of_states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of parts of parameters
+_has_parts = False
 
 
 class Layout:
@@ -213,7 +214,14 @@ def move_out(parameter: torch.Tensor) -> None:
 
 def describe_states(part: torch.Tensor, place: Place) -> None:
     """Assigns a place to the states of a part of a parameter, which does not lie in it itself."""
+    global _has_parts
+    _has_parts = True
     _places_of_states[part] = place
+
+
+def has_parts() -> bool:
+    """True once a wrapper of this process has divided parameters among ranks."""
+    return _has_parts
 
 
 def place_of_states(tensor: torch.Tensor) -> Place | None:

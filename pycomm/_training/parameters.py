@@ -10,7 +10,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pycomm._inputs import check_compressible, check_memory
-from pycomm.compression import Compression
+
+if TYPE_CHECKING:
+    from pycomm.compression import Compression
 
 # A multiple of every block.
 _ALIGNMENT = 4096
@@ -237,6 +239,8 @@ def common_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def check_exchangeable(parameters: Parameters, compression: Compression | None) -> None:
     """Raises now the errors that an exchange would raise after a whole period."""
+    from pycomm.compression import Compression
+
     entries = parameters.entries.values()
     for parameter, entry in zip(parameters.tensors, entries, strict=True):
         if not parameter.is_floating_point():

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from pycomm import _C
 from pycomm._inputs import local
 from pycomm._runtime import host
-from pycomm._training.shards import Shards, divisions, part_of
+from pycomm._training.optimizers import part_of
 from pycomm.optim import _storage
 from pycomm.optim._options import Group
+
+if TYPE_CHECKING:
+    from pycomm._training.shards import Shards
 
 # Rows of an optimizer's tables: a parameter with its gradient and states, for the extension.
 
@@ -32,6 +35,7 @@ class Row:
         group: its group's options.
         names: the states' names.
         stream: the parameter's random bits.
+        division: a number that changes if parameters are divided otherwise.
         place: the first element's place among the random bits, for a DTensor.
 
     Attributes:
@@ -53,6 +57,7 @@ class Row:
         group: Group,
         names: tuple[str, ...],
         stream: int,
+        division: int,
         place: int = 0,
     ) -> None:
         self.param = param
@@ -69,7 +74,7 @@ class Row:
         )
         if part is not None:
             self.words.append(param.numel())
-        self._key = _key(local(param), grad, state, group, names, stream)
+        self._key = _key(local(param), grad, state, group, names, stream, division)
 
     def is_of(self, param: torch.Tensor, grad: torch.Tensor, *rest: Any) -> bool:
         """True if the row still describes these arguments of the constructor."""
@@ -89,6 +94,7 @@ def _key(
     group: Group,
     names: tuple[str, ...],
     stream: int,
+    division: int,
 ) -> tuple[Any, ...]:
     """Changes if a row has to be made anew."""
     # This runs for hundreds of parameters in every step, so it is kept fast.
@@ -99,7 +105,7 @@ def _key(
         *(grad.data_ptr(), grad.shape, grad.stride(), grad.dtype, grad.is_neg()),
         *state,
         *[_place(value) for value in state.values()],
-        *(group["states"], group["master_weights"], names, stream, divisions()),
+        *(group["states"], group["master_weights"], names, stream, division),
     )
 
 
