@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,7 +17,6 @@ from pycomm._inputs import (
     check_disjoint,
     check_like,
     check_rank,
-    check_same_kind,
     check_tensor,
     check_written,
     is_list,
@@ -29,9 +28,6 @@ from pycomm._runtime.log import DEBUG, all_reduce_called, label_of
 from pycomm._short_way import short_way_first
 from pycomm._work import Work, launch
 from pycomm.group import Group
-
-if TYPE_CHECKING:
-    from pycomm.block_collectives import BlockList
 
 
 @short_way_first
@@ -174,17 +170,9 @@ def reduce_scatter(
     op = reduction(op, OPS)
     label = label_of(tag)
     if is_list(input):
-        from pycomm.block_collectives import BlockList, launch_blocks, listed
+        from pycomm.block_collectives import reduce_scatter_list
 
-        blocks = listed("input", input, group.size, written=False)
-        result = as_tensor("output", output, written=True)
-        check_written("output", result)
-        _check_own_block("output", result, "input", blocks, group.rank)
-        work = launch_blocks(
-            group, "reduce_scatter", blocks, BlockList([result]), result.shape, op,
-            label=label, async_op=async_op,
-        )  # fmt: skip
-        return work if async_op else output
+        return reduce_scatter_list(group, output, input, op, label, async_op)
     source, result = _source_and_result(output, input)
     check_blocks("input", source, "output", result, group.size)
     work = launch(
@@ -218,17 +206,9 @@ def all_gather(
     group = resolve_group(group)
     label = label_of(tag)
     if is_list(output):
-        from pycomm.block_collectives import BlockList, launch_blocks, listed
+        from pycomm.block_collectives import all_gather_list
 
-        blocks = listed("output", output, group.size, written=True)
-        source = as_tensor("input", input, written=False)
-        check_tensor("input", source)
-        _check_own_block("input", source, "output", blocks, group.rank)
-        work = launch_blocks(
-            group, "all_gather", BlockList([source]), blocks, source.shape,
-            label=label, async_op=async_op,
-        )  # fmt: skip
-        return work if async_op else output
+        return all_gather_list(group, output, input, label, async_op)
     source, result = _source_and_result(output, input)
     check_blocks("output", result, "input", source, group.size)
     work = launch(group, "all_gather", source, result, source.shape, label=label, async_op=async_op)
@@ -302,18 +282,3 @@ def _source_and_result(output: Any, given: Any) -> tuple[torch.Tensor, torch.Ten
     check_tensor("input", source)
     check_disjoint("output", result, "input", source)
     return source, result
-
-
-def _check_own_block(
-    name: str, own: torch.Tensor, list_name: str, blocks: BlockList, rank: int
-) -> None:
-    """Checks this rank's tensor against its block, and that no block overlaps it."""
-    block = f"{list_name}[{rank}]"
-    check_same_kind(name, own, f"{list_name}[0]", blocks.tensors[0])
-    if own.numel() != blocks.counts[rank]:
-        raise ValueError(
-            f"{name} must have as many elements as {block}, {blocks.counts[rank]}, got "
-            f"{own.numel()}"
-        )
-    for index, tensor in enumerate(blocks.tensors):
-        check_disjoint(name, own, f"{list_name}[{index}]", tensor)

@@ -690,10 +690,5 @@ def make_group(
     return made
 
 
-def find_group(name: str) -> Group:
-    """The group with this name; for operators, which cannot take objects."""
-    return _open_groups.find(name)
-
-
 def _no_cuda(device: torch.device) -> CudaSide:
     raise ValueError(f"the group must be open to take tensors, it is closed: got one on {device}")

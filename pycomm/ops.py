@@ -24,6 +24,7 @@ others raise ValueError if the tensor requires grad.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.autograd.graph import increment_version
 
 from pycomm import _C  # noqa: F401 - registers the operations
 from pycomm._inputs import check_no_gradient, has_tangent, needs_gradient
+from pycomm._runtime.lifetime import open_groups
 from pycomm._runtime.torch_private import after_autograd_keys
 
 if TYPE_CHECKING:
@@ -177,7 +179,6 @@ def _compressed_all_reduce(
     group: str,
 ) -> None:
     from pycomm.compressed import compressed_all_reduce
-    from pycomm.group import find_group
 
     compressed_all_reduce(
         tensor,
@@ -189,10 +190,11 @@ def _compressed_all_reduce(
         step=step,
         offset=offset,
         strict=strict,
-        group=find_group(group),
+        group=open_groups.find(group),
     )
 
 
+@functools.lru_cache
 def _parse(compression: str) -> Compression:
     from pycomm.compression import parse_compression
 
