@@ -1,4 +1,4 @@
-"""Names of a package that import their module at first use."""
+"""Names of a module that are imported at their first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def lazy_names(
     may be the first: they all find the same object. The module has its names in ``__all__``.
 
     Args:
-        module: the module's name. Its submodules are lazy, too.
+        module: the module's name. If it is a package, its modules are attributes, too.
         homes: by another module's name, the names that it defines.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
