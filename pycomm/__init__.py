@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "pycomm._init": ("default_group", "init", "join", "set_default_group"),
     "pycomm._runtime.plan": ("Plan",),
+    "pycomm._training.sharding": ("Sharding",),
     "pycomm._work": ("Work",),
     "pycomm.batches": ("even_batches",),
     "pycomm.block_collectives": ("all_to_all", "gather", "scatter"),

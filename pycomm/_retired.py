@@ -10,6 +10,11 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_OF_STATE = (
+    "give it to the state, as in state=pycomm.hooks.Int8State(model.named_parameters(), ...)"
+)
+_OF_SHARDING = 'give it to the sharding, as in shard=pycomm.Sharding("optimizer", ...)'
+
 # By the module or function, and the name; or by an option with a value.
 _RETIRED = {
     ("pycomm", "suggest_batches"): (
@@ -26,6 +31,13 @@ _RETIRED = {
     ("DataParallel", "overlap_params"): (
         "leave it out, a step waits until parameters have arrived from other nodes"
     ),
+    ("DataParallel", "local_sgd"): "give the LocalSGDState as state",
+    ("DataParallel", "exclude"): _OF_STATE,
+    ("DataParallel", "feedback"): _OF_STATE,
+    ("DataParallel", "warmup_steps"): _OF_STATE,
+    ("DataParallel", "replicas"): _OF_SHARDING,
+    ("DataParallel", "publish"): _OF_SHARDING,
+    ("DataParallel", "shard_group"): "give it as group of shard=pycomm.Sharding(...)",
 }
 
 

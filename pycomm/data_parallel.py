@@ -8,11 +8,12 @@ the order in which gradients become ready.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -27,23 +28,29 @@ from pycomm._runtime.torch_private import (
     internal_overlap,
     not_compiled,
 )
+from pycomm._training.agree import sync_initial_state
 from pycomm._training.buckets import WeightedMean, broadcast_all
 from pycomm._training.comm_state import CommState, check_successor
-from pycomm._training.local_sgd import LocalSGDState
-from pycomm._training.parameters import Exclude, common_buffers, common_parameters, ignored
-from pycomm._training.reducer import tensors_in
-from pycomm._training.shard_options import ShardOptions
-from pycomm._training.wrapper import Wrapping
+from pycomm._training.hook_state import HookState
+from pycomm._training.parameters import common_buffers, common_parameters, ignored
+from pycomm._training.reducer import Reducer, tensors_in
+from pycomm._training.strategy import Strategy
+from pycomm._training.wrapper import ModuleProxy
 from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
-from pycomm.errors import Mismatch
+from pycomm.errors import Mismatch, PycommError
 from pycomm.group import Group
+
+if TYPE_CHECKING:
+    from pycomm._training.local_sgd import LocalSGDState
+    from pycomm._training.sharding import Sharding
+    from pycomm._training.survival import ShardSurvival
 
 _MIB = 1 << 20
 _BUCKET_CAP_MB = 25  # torch's default, too
 
 
-class DataParallel(Wrapping):
+class DataParallel(ModuleProxy):
     """Runs a module on every rank and averages its gradients in backward.
 
     .. code-block:: python
@@ -58,37 +65,31 @@ class DataParallel(Wrapping):
         module: the module to train. Parameters and buffers that its attribute
             ``_ddp_params_and_buffers_to_ignore`` names, such as each rank's experts, are neither
             exchanged nor compared, as in DistributedDataParallel.
-        compression: compression of the gradients; None sends them uncompressed.
+        compression: compression of the gradients; None sends them uncompressed. Residuals keep what
+            it loses of each parameter, and send it later.
         bucket_cap_mb: the largest size, in MiB, of a bucket of several parameters. Models of fewer
             than 16 such buckets have smaller ones.
         group: by default the default group.
-        feedback: keep what compression loses in residuals, and send it later.
-        exclude: see :class:`pycomm.hooks.CommState`.
         grad_scaler: see :class:`pycomm.hooks.CommState`.
-        warmup_steps: see :class:`pycomm.hooks.CommState`.
         broadcast_buffers: send rank 0's buffers to all ranks before every forward that records
-            gradients, unless a backward of another forward is still to come; with `local_sgd`,
-            before the first one after an exchange.
+            gradients, unless a backward of another forward is still to come; with local SGD, before
+            the first one after an exchange.
         shard: ``"optimizer"`` divides the optimizer's states among the ranks. The step of a fused
             optimizer then averages the gradients of its rank's share, updates it, and writes the
             new parameters to all ranks. ``"gradients"`` divides gradients, too: backward averages
             them, and each rank keeps its share. Parameters get the same bits as without. See
-            :meth:`reduce_gradients` to read or change gradients before the step.
-        replicas: 2 keeps two copies of the optimizer's states, so that training goes on when ranks
-            are lost: a step then counts on all ranks or on none, and :meth:`regroup` restores all
-            states. Between nodes, every step sends a rank's states to another node, so that a whole
-            node may be lost; that needs processes. CPU only.
-        shard_group: the ranks that divide the states; by default those of `group`. With the ranks
-            of this node, each node divides them anew, and only gradients are sent between nodes.
-        publish: compression of the parameters' changes that the owners of a share send to other
-            nodes: :class:`Int8`, :class:`Cast` or :class:`Identity`. By default they send the
-            parameters. On one node it has no effect.
-        local_sgd: exchanges parameters every few steps instead of gradients in backward. Call its
-            ``step()`` after every step of the optimizer. It replaces the options above by its own.
+            :meth:`reduce_gradients` to read or change gradients before the step. A
+            :class:`pycomm.Sharding` says more: replicas that survive a lost rank, the ranks that
+            divide, a compression of new parameters.
+        state: a state of :mod:`pycomm.hooks` that exchanges gradients, made with this module's
+            parameters. It replaces `compression`, `group` and `grad_scaler` by its own, and has
+            options that this wrapper has not: which parameters are sent uncompressed, a warm-up, no
+            residuals. A :class:`pycomm.hooks.LocalSGDState` exchanges parameters every few steps
+            instead of gradients in backward: call its ``step()`` after every step of the optimizer.
 
     Attributes:
         module: the wrapped module; ``state_dict`` and ``load_state_dict`` are the module's.
-        comm_state: statistics, and residuals to save: `local_sgd` if given, else a
+        comm_state: statistics, and residuals to save: `state` if given, else a
             :class:`pycomm.hooks.CommState`.
         require_backward_grad_sync: as in DistributedDataParallel. While it is False, as in
             :meth:`no_sync`, gradients are only added up.
@@ -110,16 +111,10 @@ class DataParallel(Wrapping):
         compression: Compression | None = None,
         bucket_cap_mb: float = _BUCKET_CAP_MB,
         group: Group | None = None,
-        feedback: bool = True,
-        exclude: Exclude | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
-        warmup_steps: int = 0,
         broadcast_buffers: bool = True,
-        shard: str | None = None,
-        replicas: int = 1,
-        shard_group: Group | None = None,
-        publish: Compression | None = None,
-        local_sgd: LocalSGDState | None = None,
+        shard: str | Sharding | None = None,
+        state: CommState | LocalSGDState | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -130,36 +125,30 @@ class DataParallel(Wrapping):
             check_memory(f"module: {name}", tensor)
             _check_overlap(name, tensor)
         _check_dense(module)
-        options: dict[str, Any] = {
-            "group": group,
-            "exclude": exclude,
-            "grad_scaler": grad_scaler,
-            "warmup_steps": warmup_steps,
-            "feedback": feedback,
-        }
-        state: CommState | LocalSGDState
-        if local_sgd is None:
-            state = CommState(compression, parameters, **options)
+        if state is None:
+            state = CommState(compression, parameters, group=group, grad_scaler=grad_scaler)
         else:
-            state = _checked(local_sgd, compression=compression, **options)
-            state.check_ignored(module)
-        division = ShardOptions(shard, replicas, publish)
-        alike = {
-            "compression": compression,
-            "bucket_cap_mb": float(bucket_cap_mb),
-            "feedback": feedback,
-            "grad_scaler": grad_scaler is not None,
-            "warmup_steps": warmup_steps,
-            "broadcast_buffers": broadcast_buffers,
-            "local_sgd": local_sgd is not None,
-        }
-        super().__init__(module, state, division, shard_group, bucket_cap_mb * _MIB, alike)
+            given = {"compression": compression, "group": group, "grad_scaler": grad_scaler}
+            _check_state(state, module, given)
+        super().__init__(module)
+        self.comm_state: CommState | LocalSGDState = state
+        self.require_backward_grad_sync = True
+        self._sharding = None if shard is None else _sharding_of(shard)
+        self._bucket_bytes = bucket_cap_mb * _MIB
         self._broadcast_buffers = broadcast_buffers
+        self._options = {"bucket_cap_mb": float(bucket_cap_mb), **state.options()}
+        self._options["broadcast_buffers"] = broadcast_buffers
         self._buffer_shapes = {name: buffer.shape for name, buffer in common_buffers(module)}
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         self._module_takes_weight = _takes_weight(module)
         self._next_weight: float | None = None
         self._joined_steps: int | None = None  # none outside of join()
+        # The parameters that are exchanged, also if some are frozen since.
+        self._kept = [p for _, p in common_parameters(module) if p.requires_grad]
+        self._own_exchange: Reducer | None = None
+        exchanged = self._exchanged()
+        self._begin_in(self._group, exchanged, is_new=True)
+        self._own_exchange = self._make_on_all(exchanged)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward.
@@ -178,7 +167,7 @@ class DataParallel(Wrapping):
         if training:
             self._prepare(weight)
         outputs = self.module(*args, **kwargs)
-        if training and (self.require_backward_grad_sync or self._shard_group is not None):
+        if training and (self.require_backward_grad_sync or self._sharding is not None):
             self._watch(outputs)
         return outputs
 
@@ -210,7 +199,7 @@ class DataParallel(Wrapping):
         try:
             yield
         except BaseException:
-            self._exchange.handshake.open = True  # other ranks go on to an exchange
+            self._exchange.handshake.promise()  # other ranks go on to an exchange
             raise
         finally:
             self.require_backward_grad_sync = before
@@ -262,20 +251,20 @@ class DataParallel(Wrapping):
 
         A rank that has no more batches takes part in the others' exchanges without counting in the
         mean. At the end all ranks have the parameters and buffers of one of the ranks that stopped
-        last. Buffers are not exchanged before, and optimizer states not at all. With `local_sgd`,
-        see :meth:`pycomm.hooks.LocalSGDState.join`; all ranks end with rank 0's buffers.
+        last. Buffers are not exchanged before, and optimizer states not at all. With local SGD, see
+        :meth:`pycomm.hooks.LocalSGDState.join`; all ranks end with rank 0's buffers.
 
         Raises:
             ValueError: there is `shard`, with which every rank must take every step: use
                 :func:`pycomm.even_batches`.
         """
-        if self._shard_group is not None:
+        if self._sharding is not None:
             raise ValueError(
                 "join() cannot be used with shard, because every rank must take every step: use "
                 "pycomm.even_batches"
             )
-        if isinstance(self.comm_state, LocalSGDState):
-            with self.comm_state.join():
+        if self.comm_state.averages_parameters:
+            with cast("LocalSGDState", self.comm_state).join():
                 yield
             self.sync_buffers()
             return
@@ -310,12 +299,13 @@ class DataParallel(Wrapping):
             if commits:
                 optimizer.step()
 
-        With `replicas`, the step itself may raise such an error, so it belongs inside of ``try``.
+        With replicas, the step itself may raise such an error, so it belongs inside of ``try``.
         """
-        if self._shard_options.shard is not None and self._shard_options.replicas == 1:
+        if self._sharding is not None and self._sharding.replicas == 1:
             raise ValueError(
                 "a lost rank takes its part of the optimizer's states with it: load a checkpoint "
-                "in a new wrapper; to survive failures, shard needs replicas=2"
+                "in a new wrapper; to survive failures, shard needs replicas=2, as in "
+                f"shard=pycomm.Sharding({self._sharding.stage!r}, replicas=2)"
             )
         if self._exchange.handshake.open:
             raise RuntimeError(
@@ -329,15 +319,16 @@ class DataParallel(Wrapping):
 
         All ranks of the new group call this, except for newcomers: these make a wrapper meanwhile,
         and get parameters and buffers, which stay as they are on the other ranks. Gradients are
-        dropped, and residuals stay, as :meth:`pycomm.hooks.CommState.regroup` says; with
-        `local_sgd`, see :meth:`pycomm.hooks.LocalSGDState.regroup`. With `shard`, the states of
-        fused optimizers are divided anew; if there are newcomers, by the next step, before which
-        all ranks call :func:`pycomm.share_state`. With `replicas`, also those of lost ranks, and a
-        step that has failed is undone.
+        dropped, and residuals stay, as :meth:`pycomm.hooks.CommState.regroup` says; with local SGD,
+        see :meth:`pycomm.hooks.LocalSGDState.regroup`. With `shard`, the states of fused optimizers
+        are divided anew; if there are newcomers, by the next step, before which all ranks call
+        :func:`pycomm.share_state`. With replicas, also the states of lost ranks, and a step that
+        has failed is undone.
 
         Raises:
-            ValueError: this is called inside :meth:`join`; with `shard` and without `replicas`, a
-                lost rank has taken a part of the states with it; or there is a `shard_group`.
+            ValueError: this is called inside :meth:`join`; with `shard` and without replicas, a
+                lost rank has taken a part of the states with it; or a Sharding has a group of its
+                own.
             RuntimeError: the ranks' parameters differ, because only some of them took a step; or
                 states have no replicas yet; or between nodes, both copies of a rank's states are
                 lost; on all ranks.
@@ -349,12 +340,102 @@ class DataParallel(Wrapping):
             raise ValueError("regroup must be called outside of join(): leave it, and join anew")
         check_successor(group)
         self._next_weight = None
-        self._go_on_in(group)
+        exchanged = self._exchanged()
+        survival = self._begin_in(group, exchanged, is_new=False)
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._own_exchange = None  # before there are new buckets
+        self._own_exchange = self._make_on_all(exchanged)
+        if survival is not None:
+            survival.divide_anew()
         self._agreements_seen = -1  # a broadcast of buffers may have failed on some ranks only
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``state_dict``."""
+        self._check_parameters()
+        return super().state_dict(*args, **kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
-        """See :class:`Wrapping`. A copy is outside of :meth:`join`."""
-        return {**super().__getstate__(), "_joined_steps": None, "_next_weight": None}
+        """For pickling and copying: without running exchanges, groups, and :meth:`join`."""
+        own = {**super().__getstate__(), "_own_exchange": None}
+        if self._sharding is not None:
+            own["_sharding"] = dataclasses.replace(self._sharding, group=None)
+        return {**own, "_joined_steps": None, "_next_weight": None}
+
+    # The exchange.
+
+    @property
+    def _group(self) -> Group:
+        return self.comm_state.group
+
+    @property
+    def _exchange(self) -> Reducer:
+        """The exchange. A copy makes its own when it is trained, as evaluation needs none."""
+        if self._own_exchange is None:
+            self._own_exchange = host.ordinary(self._make_exchange, self._exchanged())
+        return self._own_exchange
+
+    def _exchanged(self) -> list[torch.Tensor]:
+        """The kept parameters that the module still has, in its order."""
+        kept = set(map(id, self._kept))
+        return [p for p in self.module.parameters() if id(p) in kept]
+
+    def _make_exchange(self, exchanged: list[torch.Tensor]) -> Reducer:
+        parameters = list(reversed(exchanged))  # about the order of backward
+        if self._sharding is None:
+            strategy = Strategy(self.comm_state, parameters)
+        else:
+            from pycomm._training.sharding import strategy_of
+
+            state = cast("CommState", self.comm_state)
+            strategy = strategy_of(self._sharding, state, parameters, self._bucket_bytes)
+        arrived = functools.partial(_arrived, weakref.ref(self))
+        return Reducer(self.module, parameters, strategy, self._bucket_bytes, arrived)
+
+    def _make_on_all(self, exchanged: list[torch.Tensor]) -> Reducer:
+        """Makes the exchange on all ranks, or raises on all if one lacks memory for its shards."""
+        group = self._group
+        if self._sharding is None or not group._decides:
+            return self._make_exchange(exchanged)
+        try:
+            made = self._make_exchange(exchanged)
+        except PycommError:
+            raise
+        except (MemoryError, OSError, RuntimeError):  # torch's allocator raises the last one
+            group.should_commit(False)
+            raise
+        if not group.should_commit():
+            raise MemoryError(
+                "another rank got no memory for its shards of the model: its own error tells why"
+            )
+        return made
+
+    def _begin_in(
+        self, group: Group, exchanged: list[torch.Tensor], is_new: bool
+    ) -> ShardSurvival | None:
+        """Makes all ranks of a group begin with the same model, or go on with it."""
+        module, state, sharding, survival = self.module, self.comm_state, self._sharding, None
+        options: dict[str, object] = {**self._options, "shard": None, "has_group": False}
+        if sharding is not None:
+            from pycomm._training.sharding import check_sharding
+            from pycomm._training.survival import ShardSurvival
+
+            check_sharding(module, exchanged, state, group, sharding)
+            survival = ShardSurvival(
+                cast("CommState", state),
+                () if is_new else module.parameters(),
+                group,
+                sharding.replicas > 1,
+            )
+            options |= {"shard": sharding.stage, "has_group": sharding.group is not None}
+            options |= {"replicas": sharding.replicas, "publish": sharding.publish}
+        sync_initial_state(module, exchanged, state, group, survival, is_new, options)
+        return survival
+
+    def _check_parameters(self) -> None:
+        """Raises RuntimeError after a failed step; a copy that was not trained has taken none."""
+        if self._own_exchange is not None:
+            self._own_exchange.strategy.check()
 
     @not_compiled
     def _prepare(self, weight: float | None, active: bool = True) -> bool:
@@ -382,7 +463,7 @@ class DataParallel(Wrapping):
             exchange.weighing = WeightedMean(1.0 if weight is None else weight, active, group)
         if exchange.weighing is not None and self._joined_steps is not None:
             self._joined_steps += active
-            exchange.handshake.open = active
+            exchange.handshake.expect(active)
             return exchange.weighing.active_ranks() > 0
         # While a backward is to come, it may need the buffers as its forward has seen them.
         waits = exchange.handshake.awaits_backward
@@ -393,9 +474,9 @@ class DataParallel(Wrapping):
 
     def _agree_anew(self) -> bool:
         """True if ranks have come to the same parameters since the last call."""
-        state = self.comm_state
-        if not isinstance(state, LocalSGDState):
+        if not self.comm_state.averages_parameters:
             return True
+        state = cast("LocalSGDState", self.comm_state)
         before, self._agreements_seen = self._agreements_seen, state.agreements
         return before != state.agreements and not state.joining
 
@@ -435,14 +516,30 @@ def _takes_weight(module: nn.Module) -> bool:
         return False
 
 
-def _checked(local_sgd: object, **options: Any) -> LocalSGDState:
-    """Raises an error for options that belong to the state."""
-    if not isinstance(local_sgd, LocalSGDState):
-        raise TypeError(f"local_sgd must be a pycomm.hooks.LocalSGDState, got {local_sgd!r}")
-    for name, value in options.items():
-        if value != inspect.signature(DataParallel).parameters[name].default:
-            raise ValueError(f"{name} must be given to LocalSGDState where there is one")
-    return local_sgd
+def _sharding_of(shard: object) -> Sharding:
+    from pycomm._training.sharding import sharding_of
+
+    return sharding_of(shard)
+
+
+def _check_state(state: object, module: nn.Module, given: Mapping[str, object]) -> None:
+    """Raises an error if a state does not fit the module, or for options that belong to it."""
+    if not isinstance(state, HookState):
+        raise TypeError(f"state must be one of pycomm.hooks, got {state!r}")
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} must be given to the state where there is one")
+    state.check_module(module)
+
+
+@not_compiled
+def _arrived(model: weakref.ref[DataParallel], parameter: torch.Tensor) -> None:
+    if (alive := model()) is None:
+        return
+    if alive.require_backward_grad_sync:
+        alive._exchange.arrive(parameter)
+    else:
+        alive._exchange.keep_local(parameter)
 
 
 @not_compiled

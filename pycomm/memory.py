@@ -11,7 +11,8 @@ import torch
 from pycomm._inputs import local
 from pycomm._training.flat import home_of, place_of
 from pycomm._training.internode_shards import InternodeShards
-from pycomm._training.shards import Shards, part_of
+from pycomm._training.parameters import part_of
+from pycomm._training.shards import Shards
 from pycomm.data_parallel import DataParallel
 
 MASTERS = ("master_param", "remainder")
@@ -179,9 +180,9 @@ def _count_arenas(params: Iterable[torch.Tensor], counted: _Storages) -> dict[st
         gradients = sum(piece.gradients.nbytes for piece in pieces) if shards.averages else 0
         sizes["parameters"] += parameters
         sizes["gradients"] += gradients
-        if shards.ring is not None:
-            sizes["gradients"] += counted.add(shards.ring.buffers)
-            sizes["communication"] += counted.add([shards.ring.memory])
+        if shards.own_gradients is not None:
+            sizes["gradients"] += counted.add(shards.own_gradients.buffers)
+            sizes["communication"] += counted.add([shards.own_gradients.memory])
         if isinstance(shards, InternodeShards):
             sizes["communication"] += counted.add(shards.publication.errors)
         sizes["communication"] += counted.add([shards.arena]) - parameters - gradients
@@ -204,7 +205,7 @@ def _formula(params: Iterable[torch.Tensor], held: int) -> ShardFormula | None:
         gradients=sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in sharded) / elements,
         states=held / max(owned, 1) * whole / elements,
         ranks=ranks.pop(),
-        divides_gradients=any(part.shards.ring is not None for part in parts),
+        divides_gradients=any(part.shards.own_gradients is not None for part in parts),
     )
 
 

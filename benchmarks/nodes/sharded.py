@@ -12,12 +12,14 @@ from pycomm.bench.training import TrainingSettings
 
 BASE = "unsharded"
 BATCH = 8  # so small that backward hides little of an exchange
-_INT8 = {"compression": pycomm.Int8(), "publish": pycomm.Int8()}
 STEPPERS: dict[str, dict[str, Any]] = {
     BASE: {},
     "unsharded int8": {"compression": pycomm.Int8()},
     "sharded": {"shard": "optimizer"},
-    "sharded int8": {"shard": "optimizer", **_INT8},
+    "sharded int8": {
+        "compression": pycomm.Int8(),
+        "shard": pycomm.Sharding("optimizer", publish=pycomm.Int8()),
+    },
 }
 
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from pycomm._runtime import host
-from pycomm.collectives import broadcast
+from pycomm._training.buckets import broadcast_all
+from pycomm._training.parameters import (
+    bare_names,
+    common_buffers,
+    common_parameters,
+    describe_tensor,
+)
+from pycomm.collectives import all_gather, all_reduce, broadcast
 from pycomm.errors import CollectiveError
 
 if TYPE_CHECKING:
+    from pycomm._training.hook_state import HookState
+    from pycomm._training.survival import ShardSurvival
     from pycomm.group import Group
 
 
@@ -74,3 +85,112 @@ def _broadcast_text(text: str, source: int, group: Group) -> str:
         data = host.empty(int(length), dtype=torch.uint8)
     broadcast(data, source, group=group)
     return bytes(data.tolist()).decode()
+
+
+# Whether tensors are the same on all ranks.
+
+_BELOW_ANY = -(1 << 32)  # checksum
+
+STEPPED_BY_SOME = (
+    "the ranks' parameters differ: only some of them took a step before the group failed; ask "
+    "should_commit() before every step, or load a checkpoint"
+)
+
+
+def tensor_checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """A checksum of the elements' bits, in 32 bits."""
+    crc = 0
+    for tensor in tensors:
+        data = tensor.reshape(-1).contiguous().view(torch.uint8).cpu()
+        crc = zlib.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()), crc)
+    return crc
+
+
+def differ(buffers: Iterable[torch.Tensor], group: Group, counts: bool = True) -> bool:
+    """True if these elements are not the same on all ranks of a group; all must call this.
+
+    Args:
+        buffers: the elements.
+        group: the group.
+        counts: False leaves this rank out.
+    """
+    crc = tensor_checksum(buffers)
+    bounds = host.tensor([crc, -crc] if counts else [_BELOW_ANY, _BELOW_ANY])
+    return bool(all_reduce(bounds, "max", group=group).sum() != 0)
+
+
+# The beginning of a wrapper, or of its way with another group: all ranks have the same model.
+
+
+def sync_initial_state(
+    module: nn.Module,
+    exchanged: Sequence[torch.Tensor],
+    state: HookState,
+    group: Group,
+    survival: ShardSurvival | None,
+    is_new: bool,
+    options: Mapping[str, object],
+) -> None:
+    """Makes all ranks begin with the same parameters and buffers; a collective call.
+
+    Args:
+        module: this rank's module.
+        exchanged: those of its parameters that the wrapper exchanges.
+        state: its wrapper's state.
+        group: the ranks: those that make a wrapper, and those that go on with theirs.
+        survival: of the wrapper's sharded states, if it shards.
+        is_new: True on the former, which get the model of the first of the latter.
+        options: the wrapper's options, which must be the same on all ranks.
+
+    Raises:
+        ValueError: models are not alike; or states have a group of their own, and ranks go on. Each
+            is raised on all ranks, but models that differ as CollectiveError where ranks go on.
+        RuntimeError: parameters of ranks that go on differ; on all ranks.
+        The errors of :meth:`ShardSurvival.agree`.
+    """
+    parameters = [parameter for _, parameter in common_parameters(module)]
+    tensors = [*parameters, *(buffer for _, buffer in common_buffers(module))]
+    lines = _describe(module, exchanged, state, options)
+    mine = host.tensor([is_new, bool(options["has_group"]), checksum(lines)])
+    told = mine.new_empty(group.size, 3)
+    all_gather(told, mine, group=group)
+    news = list(map(bool, told[:, 0].tolist()))
+    others = not all(news)
+    if others and told[:, 1].any():
+        raise ValueError(
+            "a Sharding with a group of its own cannot go on with another group: make a new wrapper"
+        )
+    if any(news):
+        check_same(lines, told[:, 2].tolist(), news, group, "module and options")
+    if others:
+        if survival is not None:
+            survival.agree()
+        state.regroup(group)
+        tensors = [each for each in tensors if not state.exchanges_parameter(each)]
+        if survival is not None:
+            survival.undo_steps()
+        if state.gradient_group is not None:  # else ranks have parameters of their own
+            flat = (p.detach().contiguous().view(-1) for p in parameters if not is_new)
+            if differ(flat, group, counts=not is_new):
+                raise RuntimeError(STEPPED_BY_SOME)
+    if any(news):
+        broadcast_all(tensors, source_rank(news), group, receives=is_new, keeps_equal=True)
+
+
+def _describe(
+    module: nn.Module,
+    exchanged: Sequence[torch.Tensor],
+    state: HookState,
+    options: Mapping[str, object],
+) -> list[str]:
+    """What must be the same on all ranks, in words: a line per option, parameter and buffer."""
+    named = [*common_parameters(module), *common_buffers(module)]
+    chosen = set(map(id, exchanged))
+    lines = [f"{name}={value!r}" for name, value in options.items()]
+    for name, (_, tensor) in zip(bare_names([name for name, _ in named]), named, strict=True):
+        lines.append(describe_tensor(name, tensor))
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in chosen:
+            lines[-1] += ", frozen"
+        if id(tensor) in chosen:
+            lines[-1] += ", uncompressed" if state.sends_dense(tensor) else ", compressed"
+    return lines

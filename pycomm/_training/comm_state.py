@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.futures import Future
 
 from pycomm._init import check_group, default_group
@@ -26,7 +27,7 @@ from pycomm._training.exchange import (
     launching,
 )
 from pycomm._training.hook_state import move_into_window
-from pycomm._training.parameters import Exclude, Parameters
+from pycomm._training.parameters import Exclude, Parameters, common_parameters
 from pycomm._training.residuals import residuals_for
 from pycomm._training.saved_state import SavedState, place_in
 from pycomm._work import Work
@@ -161,6 +162,24 @@ class CommState(SavedState):
     def gradient_group(self) -> Group | None:
         """The group that exchanges gradients in this step."""
         return self.group
+
+    def options(self) -> dict[str, object]:
+        """What must be the same on all ranks."""
+        return {
+            "compression": self.compression,
+            "feedback": bool(self._residuals),
+            "grad_scaler": self._scale.known,
+            "warmup_steps": self._warmup_steps,
+        }
+
+    def check_module(self, module: nn.Module) -> None:
+        """Raises ValueError if this was made with the parameters of another module."""
+        for name, parameter in common_parameters(module) if self._parameters.known else ():
+            if parameter.requires_grad and id(parameter) not in self._parameters.entries:
+                raise ValueError(
+                    "state must be made with named_parameters() of this module, got one without "
+                    f"{name}"
+                )
 
     def start(
         self,

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 from pycomm._runtime.host import huge_page_zeros
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.parameters import dense_strides
+from pycomm._training.parameters import dense_strides, known_of, record_of
 
 ALIGN = 64  # elements: places begin at whole cache lines in every type, 8-bit states included
 
@@ -101,20 +101,15 @@ class Place(NamedTuple):
             piece.parameters = huge_page_zeros(length, kind.dtype, kind.device)
         view = self.of(piece.parameters, parameter)
         parameter.data = with_own_storage(view.copy_(parameter.detach()))
-        if parameter not in _homes:
+        record = record_of(parameter)
+        record.home = self
+        if not record.has_home_hook:
+            record.has_home_hook = True
             parameter.register_post_accumulate_grad_hook(settle)  # type: ignore[no-untyped-call]
-        _homes[parameter] = self
         settle(parameter)
 
     def _address(self, buffer: torch.Tensor) -> int:
         return buffer.data_ptr() + self.offset * buffer.itemsize
-
-
-# No value refers to a parameter, which would keep it alive for ever.
-_homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # places of flattened parameters
-_layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weak references
-_places_of_states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of parts of parameters
-_has_parts = False
 
 
 class Layout:
@@ -155,7 +150,7 @@ class Layout:
                 self._places[id(parameter)] = Place(
                     new[kind_of(parameter)], 0, dense_strides(parameter)
                 )
-            _layouts[parameter] = weakref.ref(self)
+            record_of(parameter).layout = weakref.ref(self)
         self.arrange(parameters)
 
     @property
@@ -202,39 +197,32 @@ def kind_of(parameter: torch.Tensor) -> Kind:
 
 def home_of(parameter: torch.Tensor) -> Place | None:
     """The place of a flattened parameter; None if it is not flattened or has been moved away."""
-    place: Place | None = _homes.get(parameter)  # type: ignore[no-untyped-call]
+    place = known_of(parameter).home
     return place if place is not None and place.holds(parameter) else None
 
 
 def move_out(parameter: torch.Tensor) -> None:
     """Moves a flattened parameter to memory of its own."""
     parameter.data = parameter.detach().clone()
-    _homes[parameter] = None  # an empty one would seem to lie there still
+    record_of(parameter).home = None  # an empty one would seem to lie there still
 
 
 def describe_states(part: torch.Tensor, place: Place) -> None:
     """Assigns a place to the states of a part of a parameter, which does not lie in it itself."""
-    global _has_parts
-    _has_parts = True
-    _places_of_states[part] = place
-
-
-def has_parts() -> bool:
-    """True once a wrapper of this process has divided parameters among ranks."""
-    return _has_parts
+    record_of(part).states_place = place
 
 
 def place_of_states(tensor: torch.Tensor) -> Place | None:
     """The place of the states of a flattened parameter, or of a part of one; None if neither."""
-    return _places_of_states.get(tensor) or home_of(tensor)  # type: ignore[no-untyped-call]
+    return known_of(tensor).states_place or home_of(tensor)
 
 
 def place_of(parameter: torch.Tensor) -> Place | None:
     """The place of a parameter or at least of its gradient; None if there is none."""
-    home = home_of(parameter)
-    if home is not None or parameter not in _layouts:
+    home, reference = home_of(parameter), known_of(parameter).layout
+    if home is not None or reference is None:
         return home
-    layout: Layout | None = _layouts[parameter]()
+    layout = reference()
     place = layout[parameter] if layout is not None else None
     return place if place is not None and place.piece.kind == kind_of(parameter) else None
 

@@ -29,7 +29,8 @@ from torch.utils.weak import TensorWeakRef
 from pycomm._runtime.host import huge_page_zeros
 from pycomm._runtime.torch_private import no_dispatch, no_torch_function, pytree, schema_of
 from pycomm._training.flat import ALIGN
-from pycomm._training.shards import OwnedRange, Part, Shards, part_of
+from pycomm._training.parameters import part_of
+from pycomm._training.shards import OwnedRange, Part, Shards
 from pycomm._work import Work, launch
 
 if TYPE_CHECKING:

@@ -1,13 +1,21 @@
-"""Tracks whether an exchange is still to come after a forward.
+"""The states of a wrapper from a forward to the end of the exchange that follows it.
 
 A forward that records gradients promises an exchange, on all ranks alike. A backward first sends an
 announcement of it. If a rank starts another forward while its promise is open, it takes part in
 that announcement. If other ranks have announced an exchange, this rank's backward must have raised.
 If none has, there are several forwards before one backward.
+
+    IDLE      -> PROMISED   a forward records gradients
+    IDLE      -> BACKWARD   a gradient comes, or this rank takes part in the others' exchange
+    PROMISED  -> BACKWARD   the same
+    BACKWARD  -> IDLE       the exchange is over
+    BACKWARD  -> PROMISED   it is over, or no gradient has come, and another forward may still get a
+                            backward; or backward has raised
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,16 +30,24 @@ if TYPE_CHECKING:
     from pycomm.group import Group
 
 
+class Phase(enum.Enum):
+    """What a wrapper waits for."""
+
+    IDLE = enum.auto()  # a forward
+    PROMISED = enum.auto()  # the backward of a forward
+    BACKWARD = enum.auto()  # the end of a backward
+
+
 class BackwardHandshake:
-    """The promise of one wrapper.
+    """The phase of one wrapper, and what its rank has promised and announced to the others.
 
     Attributes:
-        open: True if an exchange is promised and has not ended.
+        phase: see :class:`Phase`.
         latest: the number of the last forward; None if that was inside of a backward.
     """
 
     def __init__(self) -> None:
-        self.open = False
+        self.phase = Phase.IDLE
         self.latest: int | None = None
         self._numbers = itertools.count()
         self._forwards: set[int] = set()  # that no backward has followed
@@ -41,12 +57,40 @@ class BackwardHandshake:
         self._announced = 0  # 1 for an exchange; 2 if averages of an earlier backward come before
         self._work: Work | None = None
 
-    def make(self, inside_backward: bool) -> None:
+    @property
+    def open(self) -> bool:
+        """True if an exchange is promised and has not ended."""
+        return self.phase is not Phase.IDLE
+
+    @property
+    def in_backward(self) -> bool:
+        """True from the beginning of a backward to its end, or to the next forward if it raises."""
+        return self.phase is Phase.BACKWARD
+
+    def promise(self) -> None:
+        """Promises an exchange."""
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.PROMISED
+
+    def note_forward(self, inside_backward: bool) -> None:
         """Promises an exchange, in a forward; inside a backward it repeats a counted forward."""
-        self.open = True
+        self.promise()
         self.latest = None if inside_backward else next(self._numbers)
         if self.latest is not None:
             self._forwards.add(self.latest)
+
+    def expect(self, backward: bool) -> None:
+        """Records whether a backward is to come, in place of a promise: in ``join()``."""
+        self.phase = Phase.PROMISED if backward else Phase.IDLE
+
+    def begin_backward(self) -> None:
+        """Begins a backward."""
+        self.phase = Phase.BACKWARD
+
+    def leave_backward(self) -> None:
+        """Ends a backward without an exchange, which is still to come."""
+        if self.phase is Phase.BACKWARD:
+            self.phase = Phase.PROMISED
 
     def enter(self, forward: int | None) -> None:
         """Records that the running backward has passed an output of this forward."""
@@ -99,7 +143,7 @@ class BackwardHandshake:
             self._work.wait()
 
     def withdraw(self) -> None:
-        """Ends an announcement of averages that no exchange has followed."""
+        """Ends an announcement that no exchange has followed."""
         self._announced = 0
         self._work = None
 
@@ -111,7 +155,7 @@ class BackwardHandshake:
         self._forwards = set() if dropped else self._forwards - ended
         self._taken -= self._entered
         self._left, self._entered = set(self._forwards), set()
-        self.open = bool(self._forwards)
+        self.phase = Phase.PROMISED if self._forwards else Phase.IDLE
         self.withdraw()
 
 

@@ -3,8 +3,10 @@
 # DistributedDataParallel compares hooks' annotations as objects: they must not become strings.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,9 +16,20 @@ from pycomm._runtime.torch_private import GradBucket
 from pycomm.errors import PycommError
 from pycomm.group import Group
 
+if TYPE_CHECKING:
+    from pycomm.group import Group
+
 
 class HookState(ABC):
-    """The base of all states in :mod:`pycomm.hooks`."""
+    """The base of all states in :mod:`pycomm.hooks`, as hooks and the wrapper use them.
+
+    Attributes:
+        averages_parameters: True if ranks train apart, and exchange parameters.
+        agreements: if so, how many times all ranks have had the same parameters.
+    """
+
+    averages_parameters = False
+    agreements = 0
 
     def register(self, model: DistributedDataParallel) -> None:
         """Registers this state with a model, together with the matching hook.
@@ -36,6 +49,63 @@ class HookState(ABC):
                 f"got {type(model).__name__}"
             )
         model.register_comm_hook(self, comm_hook)
+
+    @property
+    @abstractmethod
+    def group(self) -> "Group":
+        """The group whose ranks exchange gradients or parameters."""
+
+    @property
+    @abstractmethod
+    def gradient_group(self) -> "Group | None":
+        """The group that exchanges gradients in this step, or None."""
+
+    def exchanges_parameter(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+        """True for a tensor that this state exchanges, instead of its gradient."""
+        return False
+
+    @abstractmethod
+    def sends_dense(self, parameter: torch.Tensor) -> bool:
+        """True if this parameter's gradient is sent uncompressed."""
+
+    @abstractmethod
+    def options(self) -> dict[str, object]:
+        """What must be the same on all ranks."""
+
+    @abstractmethod
+    def check_module(self, module: nn.Module) -> None:
+        """Raises ValueError if this state does not fit a module's parameters."""
+
+    @abstractmethod
+    def start(
+        self,
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        backward: int = -1,
+        *,
+        begins: Sequence[int] | None = None,
+    ) -> Future[Any]:
+        """Begins to average a bucket of gradients."""
+
+    @abstractmethod
+    def finish(self, backward: int = -1) -> None:
+        """Waits for the exchanges that were started with this number."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Adds the step's means, which will not be used, to residuals."""
+
+    @abstractmethod
+    def note_failure(self) -> None:
+        """Records that the step has failed although its exchanges may have completed."""
+
+    @abstractmethod
+    def should_commit(self, ready: bool = True) -> bool:
+        """Decides whether all ranks take the step."""
+
+    @abstractmethod
+    def regroup(self, group: "Group") -> None:
+        """Goes on with another group."""
 
     @abstractmethod
     def start_in_backward(

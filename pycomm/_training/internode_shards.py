@@ -31,7 +31,6 @@ from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
     from pycomm._training.comm_state import CommState
-    from pycomm._training.shard_options import Sharding
     from pycomm.compression import Compression
     from pycomm.group import Group
 
@@ -205,8 +204,8 @@ class ParamAllGather:
     """Sends the parameters of all buckets, in the order in which forward needs them.
 
     Args:
-        sharding: the ranks, and the compression of the differences; None sends the parameters
-            themselves.
+        group: the ranks.
+        compression: compression of the differences; None sends the parameters themselves.
         spreads: the buckets.
 
     Attributes:
@@ -214,11 +213,12 @@ class ParamAllGather:
             block; empty without a compression.
     """
 
-    def __init__(self, sharding: Sharding, spreads: Sequence[Spread]) -> None:
-        self._group, self._spreads = sharding.group, spreads
-        self._compression = sharding.publish
+    def __init__(
+        self, group: Group, compression: Compression | None, spreads: Sequence[Spread]
+    ) -> None:
+        self._group, self._compression, self._spreads = group, compression, spreads
         self.errors: list[torch.Tensor] = []
-        if sharding.publish is not None:
+        if compression is not None:
             self.errors = [host.zeros(len(s.own), dtype=torch.float32) for s in spreads]
         self._versions: dict[int, int] = {}  # of parameters, when errors were last updated
         # In a step, what all ranks see of this rank's blocks that it changes, by number.
@@ -315,7 +315,8 @@ class InternodeShards(Shards):
         gradients: allocates memory for gradients.
         limit: the size of a bucket of several parameters, in bytes.
         scatters: True if backward averages gradients at their owners, not everywhere.
-        sharding: how new parameters are sent.
+        publish: compression of the changes of parameters; None sends the parameters.
+        replicates: see :class:`Shards`.
 
     Attributes:
         blocks: the gradients of each bucket, by the id of its first parameter.
@@ -331,14 +332,15 @@ class InternodeShards(Shards):
         gradients: Memory,
         limit: float,
         scatters: bool,
-        sharding: Sharding,
+        publish: Compression | None,
+        replicates: bool,
     ) -> None:
-        self._sharding = sharding
+        self._publish = publish
         self.blocks: dict[int, Blocks] = {}
         rooms: dict[int, int] = {}
         for bucket in partition(parameters, limit, kind_of):
             rooms |= _rooms(bucket, group.size)
-        super().__init__(parameters, group, gradients, rooms, sharding.replicas > 1)
+        super().__init__(parameters, group, gradients, rooms, replicates)
         self.leaves_local = scatters
 
     def cut(self, bucket: Sequence[torch.Tensor]) -> list[tuple[OwnedRange, ...]]:
@@ -375,7 +377,7 @@ class InternodeShards(Shards):
                 ranges.append((TensorWeakRef(parameter), at + mine.begin, at + mine.end))
             spreads.append(Spread(whole, own, tuple(ranges)))
         spreads.reverse()  # forward uses those first whose gradients come last
-        self.publication = ParamAllGather(self._sharding, spreads)
+        self.publication = ParamAllGather(self.group, self._publish, spreads)
 
     def _average_local(self, local: Sequence[torch.Tensor]) -> None:
         """Collects the blocks of the buckets that these gradients lie in."""
@@ -395,7 +397,7 @@ class InternodeShards(Shards):
     def wire_bytes(self, nbytes: int) -> int:
         """See :meth:`Shards.wire_bytes`; `nbytes` as gradients are sent."""
         for bucket in self.blocks.values():
-            nbytes += encoded_bytes(self._sharding.publish, bucket.gradients)
+            nbytes += encoded_bytes(self._publish, bucket.gradients)
         return dense_wire_bytes(nbytes, self.group) // 2
 
     def end_step(self, parameters: Iterable[torch.Tensor]) -> None:

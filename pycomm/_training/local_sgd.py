@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pycomm._inputs import check_whole
 from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.agree import check_same, checksum, source_rank
+from pycomm._training.agree import STEPPED_BY_SOME, check_same, checksum, source_rank
 from pycomm._training.comm_state import CommState, NamedParameters, check_successor
 from pycomm._training.hook_state import HookState
 from pycomm._training.outer import InnerOptimizers, Outer, Rule
@@ -28,7 +28,6 @@ from pycomm._training.parameters import (
 )
 from pycomm._training.residuals import FORMAT
 from pycomm._training.saved_state import LOCAL_SGD, saved_kind
-from pycomm._training.step_guard import STEPPED_BY_SOME
 from pycomm.collectives import all_gather
 from pycomm.compression import Compression
 from pycomm.errors import Mismatch
@@ -106,6 +105,8 @@ class LocalGradients(HookState):
         steps: the number of steps so far.
     """
 
+    averages_parameters = True
+
     def __init__(
         self,
         parameters: Parameters,
@@ -121,9 +122,13 @@ class LocalGradients(HookState):
         self._late = None if inner_group is None else CommState(group=inner_group)
         self._had_backward = False
 
-    def exchanges(self, tensor: torch.Tensor) -> bool:
+    def exchanges_parameter(self, tensor: torch.Tensor) -> bool:
         """True for a parameter that ranks exchange."""
         return id(tensor) in self._parameters.entries
+
+    def sends_dense(self, parameter: torch.Tensor) -> bool:  # noqa: ARG002
+        """True: gradients are never compressed."""
+        return True
 
     @property
     def gradient_group(self) -> Group | None:
@@ -167,6 +172,11 @@ class LocalGradients(HookState):
         """See :meth:`CommState.give_back`."""
         if self._gradients is not None:
             self._gradients.give_back()
+
+    def note_failure(self) -> None:
+        """See :meth:`CommState.note_failure`."""
+        if self._gradients is not None:
+            self._gradients.note_failure()
 
     def should_commit(self, ready: bool = True) -> bool:
         """Decides whether a step of the optimizer is taken, before the optimizer's step.
@@ -296,7 +306,7 @@ class LocalRounds(LocalGradients):
             raise RuntimeError(
                 "step() must come once after every optimizer step, and after a backward of a model "
                 "that leaves its gradients to this state: call register(model), or pass "
-                "local_sgd= to pycomm.DataParallel"
+                "state= to pycomm.DataParallel"
             )
         self._had_backward = False
         self._stepped.clear()
@@ -521,7 +531,7 @@ class LocalSGDState(LocalRounds):
             optimizer.step()
             local.step()
 
-    or ``model = pycomm.DataParallel(model, local_sgd=local)`` instead of `register`.
+    or ``model = pycomm.DataParallel(model, state=local)`` instead of `register`.
 
     By default parameters are averaged (local SGD; Stich, "Local SGD converges fast and communicates
     little", 2019; with `gradient_steps` post-local SGD; Lin et al., "Don't use large mini-batches,
@@ -613,13 +623,17 @@ class LocalSGDState(LocalRounds):
 
     def register(self, model: DistributedDataParallel) -> None:
         """See :meth:`CommState.register`."""
-        self.check_ignored(model.module)
+        self.check_module(model.module)
         super().register(model)
 
-    def check_ignored(self, module: nn.Module) -> None:
+    def options(self) -> dict[str, object]:
+        """What must be the same on all ranks of a wrapper; :meth:`exchange` compares the rest."""
+        return {"local_sgd": True}
+
+    def check_module(self, module: nn.Module) -> None:
         """Raises ValueError if this exchanges what each rank of the module keeps for itself."""
         for name, parameter in module.named_parameters():
-            if name in ignored(module) and self.exchanges(parameter):
+            if name in ignored(module) and self.exchanges_parameter(parameter):
                 raise ValueError(
                     f"params must leave out {name}, which module._ddp_params_and_buffers_to_ignore "
                     "names: give the state the other parameters, with an optimizer of their own"

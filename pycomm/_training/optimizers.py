@@ -1,4 +1,4 @@
-"""Optimizers and wrappers find each other: by parameter, the optimizers and this rank's part."""
+"""The fused optimizers of this process, so that wrappers find those of their parameters."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pycomm._training.flat import has_parts
-
 if TYPE_CHECKING:
-    from pycomm._training.shards import OwnedRange, Part
+    from pycomm._training.shards import OwnedRange
     from pycomm.group import Group
-
-
-# The fused optimizers of this process, so that wrappers find those of their parameters.
 
 
 class Optimizer(Protocol):
@@ -80,25 +75,3 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
 
 def _params_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
-
-
-# The parts of parameters that wrappers divide, so that optimizers find those of theirs. Until there
-# are some, optimizers do without the modules that divide.
-
-
-def part_of(parameter: torch.Tensor) -> Part | None:
-    """See :func:`pycomm._training.shards.part_of`."""
-    if not has_parts():
-        return None
-    from pycomm._training import shards
-
-    return shards.part_of(parameter)
-
-
-def divisions() -> int:
-    """See :func:`pycomm._training.shards.divisions`."""
-    if not has_parts():
-        return 0
-    from pycomm._training import shards
-
-    return shards.divisions()

@@ -1,4 +1,4 @@
-"""A model's parameters with their names and positions.
+"""A model's parameters: their names and positions, and what is known of each.
 
 Blocks, owners and random bits of a parameter follow only its position in the model, so results do
 not depend on how gradients are packed into buckets.
@@ -10,7 +10,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pycomm._inputs import check_compressible, check_memory
 
 if TYPE_CHECKING:
+    from pycomm._training.flat import Layout, Place
+    from pycomm._training.shards import Part
+    from pycomm._training.step_guard import Snapshot
     from pycomm.compression import Compression
 
 # A multiple of every block.
@@ -250,6 +253,96 @@ def check_exchangeable(parameters: Parameters, compression: Compression | None) 
             compression.codec(entry.numel, torch.float32)
 
 
+# What the package knows of a parameter, in one record that lives as long as the parameter.
+
+
+@dataclass(eq=False)
+class ParamRecord:
+    """What is known of one parameter. Nothing here may refer to it, or it would live for ever.
+
+    Attributes:
+        owner: the wrapper that averages its gradients: the one that was made last.
+        hook: calls the owner when a gradient is ready.
+        layout: the layout that has given its gradient a place.
+        home: its own place in flat memory, if it was flattened.
+        has_home_hook: True once gradients move into that place.
+        states_place: the place of its states, if it is one rank's part of a parameter.
+        part: this rank's part of it, if a wrapper shards it.
+        local_gradient: a gradient that no exchange has averaged, and why.
+    """
+
+    owner: weakref.ref[ParamOwnership] | None = None
+    hook: RemovableHandle | None = None
+    layout: weakref.ref[Layout] | None = None
+    home: Place | None = None
+    has_home_hook: bool = False
+    states_place: Place | None = None
+    part: Part | None = None
+    local_gradient: tuple[Snapshot, str] | None = None
+
+
+_records: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_EMPTY = ParamRecord()  # never written
+
+
+def record_of(parameter: torch.Tensor) -> ParamRecord:
+    """The parameter's record, to be written."""
+    made: ParamRecord = _records.setdefault(parameter, ParamRecord())  # type: ignore[no-untyped-call]
+    return made
+
+
+def known_of(parameter: torch.Tensor) -> ParamRecord:
+    """The parameter's record, to be read only; an empty one if there is none."""
+    found: ParamRecord = _records.get(parameter, _EMPTY)  # type: ignore[no-untyped-call]
+    return found
+
+
+# This rank's part of a parameter, if a wrapper shards it (shards.py).
+
+_divisions = 0
+
+
+def part_of(parameter: torch.Tensor) -> Part | None:
+    """This rank's part of a parameter; None if no wrapper shards it.
+
+    Raises:
+        ValueError: the parameter has been moved out of the memory in which it is sharded.
+    """
+    part = known_of(parameter).part
+    if part is not None and not part.shards.layout[parameter].holds(parameter):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has left the memory in which the "
+            "wrapper shards it, as by model.to(): wrap the model anew"
+        )
+    return part
+
+
+def held_part(parameter: torch.Tensor) -> Part:
+    """This rank's part of a sharded parameter, wherever that lies now."""
+    part = known_of(parameter).part
+    assert part is not None
+    return part
+
+
+def complete_parts(parameters: Iterable[torch.Tensor]) -> None:
+    """Averages the gradients that a wrapper has left to a step, before another one replaces it."""
+    for parameter in parameters:
+        if (part := known_of(parameter).part) is not None:
+            part.shards.guard.check()
+            part.shards.average([parameter])
+
+
+def divisions() -> int:
+    """A number that changes if any parameter's part does."""
+    return _divisions
+
+
+def count_division() -> None:
+    """Makes :func:`divisions` another number."""
+    global _divisions
+    _divisions += 1
+
+
 # The parameters that a wrapper averages, and checks that they are still its own.
 #
 # They are those that require gradients when it is made. One that is frozen later stays: its
@@ -327,23 +420,13 @@ class ParamOwnership:
         return itertools.chain.from_iterable(registry.values() for registry in self._registries)
 
     def _claim(self, parameter: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> None:
-        before: _Claim | None = _claims.get(parameter)  # type: ignore[no-untyped-call]
-        if before is not None:
-            before.hook.remove()
-            if (owner := before.owner()) is not None:
-                owner._lost = owner._lost or owner._names[id(parameter)]
+        record = record_of(parameter)
+        if record.hook is not None:
+            record.hook.remove()
+        if record.owner is not None and (owner := record.owner()) is not None:
+            owner._lost = owner._lost or owner._names[id(parameter)]
         frozen = not parameter.requires_grad
         parameter.requires_grad_()  # else torch takes no hook
         hook = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         parameter.requires_grad_(not frozen)
-        _claims[parameter] = _Claim(weakref.ref(self), hook)
-
-
-class _Claim(NamedTuple):
-    """The owner of a parameter, and the hook that calls it."""
-
-    owner: weakref.ref[ParamOwnership]
-    hook: RemovableHandle
-
-
-_claims: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # no value refers to a parameter
+        record.owner, record.hook = weakref.ref(self), hook

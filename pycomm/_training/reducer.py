@@ -5,11 +5,9 @@ from __future__ import annotations
 import collections
 import copyreg
 import functools
-import time
 import types
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence, Set
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,31 +15,17 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from pycomm._runtime import host
-from pycomm._runtime.ranges import record_range
 from pycomm._runtime.torch_private import not_compiled, pytree, queue_callback
 from pycomm._training import step_guard
-from pycomm._training.buckets import (
-    Bucket,
-    Slab,
-    bucket_limit,
-    gradient_memory,
-    no_memory,
-    window_layout,
-)
-from pycomm._training.comm_state import CommState
-from pycomm._training.exchange import dense_wire_bytes, launching
-from pycomm._training.grad_shards import GradShardBuffers
+from pycomm._training.buckets import Bucket, Slab
 from pycomm._training.handshake import BackwardHandshake, Errors, compare
-from pycomm._training.internode_shards import BucketReduceScatter, InternodeShards
-from pycomm._training.local_sgd import LocalSGDState
 from pycomm._training.parameters import ParamOwnership
-from pycomm._training.shards import Shards, forget_parts
 from pycomm.collectives import broadcast
 from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
     from pycomm._training.buckets import WeightedMean
-    from pycomm._training.shard_options import Sharding
+    from pycomm._training.strategy import Strategy
 
 # Finds the tensors in a module's outputs, and searches autograd's graph.
 
@@ -97,60 +81,39 @@ class Reducer:
 
     Args:
         module: the module.
-        parameters: those of its parameters that are exchanged, in its order.
-        comm_state: exchanges buckets.
+        parameters: those of its parameters that are exchanged, in the order of backward.
+        strategy: exchanges buckets.
         bucket_bytes: the largest size of a bucket of several parameters.
-        sharding: what is divided among ranks; None for nothing.
         arrived: called with a parameter whose gradient is ready; calls :meth:`arrive`.
 
     Attributes:
         parameters: the parameters, in the order of the buckets.
+        strategy: exchanges buckets.
         members: the same parameters, with a check that they are still this module's.
-        promise: tells whether an exchange is still to come.
+        handshake: the phase between a forward and the end of its exchange.
         has_local: True if gradients have come that no exchange has averaged since.
         weighing: the ranks' weights in the next exchange, if they differ.
-        shards: the division of the parameters, if they are divided.
     """
 
     def __init__(
         self,
         module: nn.Module,
         parameters: Sequence[torch.Tensor],
-        comm_state: CommState | LocalSGDState,
+        strategy: Strategy,
         bucket_bytes: float,
-        sharding: Sharding | None,
         arrived: Callable[[torch.Tensor], None],
     ) -> None:
-        self._state = comm_state
-        self._group = comm_state.group
-        self.parameters = list(reversed(parameters))
-        self.shards: Shards | None = None
-        self._scatter: BucketReduceScatter | None = None
-        if sharding is None:
-            forget_parts(self.parameters)
-            layout = window_layout(self.parameters, self._group)
-        else:
-            self.shards = self._make_shards(sharding, bucket_bytes)
-            self.shards.exchange_group = self._group
-            layout = self.shards.layout
-        self._slab = Slab(self.parameters, bucket_bytes, layout)
+        self.strategy, self._state = strategy, strategy.state
+        self._group = strategy.state.group
+        self.parameters = list(parameters)
+        self._slab = Slab(self.parameters, bucket_bytes, strategy.layout)
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._lay_out()
-        self._ring: GradShardBuffers | None = None
-        if self.shards is not None:
-            self.shards.assign(bucket.parameters for bucket in self._buckets)
-            if self._scatter is not None and isinstance(self.shards, InternodeShards):
-                self._scatter.place_residuals(self.shards.blocks.values())
-            if sharding is not None and sharding.stage == "gradients":
-                slot_bytes = int(self._slab.limit)
-                self._ring = self.shards.ring = GradShardBuffers(
-                    self.shards, self._buckets, slot_bytes
-                )
+        strategy.prepare(self._buckets)
         self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
         self._repeated: set[int] = set()  # ids of parameters that come several times in a backward
         self._had_backward = False  # a complete one, after which repeated parameters are known
-        self._in_backward = False
         self.has_local = False
         self._next = 0  # bucket to be exchanged
         # Parameters that only a step changes, with their versions when the backward began.
@@ -162,25 +125,9 @@ class Reducer:
         self.weighing: WeightedMean | None = None
         self.members = ParamOwnership(module, self.parameters, arrived)
 
-    def _make_shards(self, sharding: Sharding, bucket_bytes: float) -> Shards:
-        group, state = sharding.group, self._state
-        assert isinstance(state, CommState)
-        owns = group is self._group
-        plain = owns and state.compression is None
-        divides = sharding.stage == "gradients"
-        memory = no_memory if divides else functools.partial(gradient_memory, self._group)
-        if len(group.nodes) == 1:
-            gradients = None if plain and not divides else memory
-            return Shards(self.parameters, group, gradients, replicates=sharding.replicas > 1)
-        limit = bucket_limit(self.parameters, bucket_bytes)
-        scatters = plain or (owns and sharding.publish is not None and state.encodes_once)
-        scatters = scatters and not divides
-        self._scatter = BucketReduceScatter(state) if scatters else None
-        return InternodeShards(self.parameters, group, memory, limit, scatters, sharding)
-
     def promise_backward(self, inside_backward: bool) -> None:
-        """Promises an exchange; see :meth:`Promise.make`."""
-        self.handshake.make(inside_backward)
+        """Promises an exchange; see :meth:`BackwardHandshake.note_forward`."""
+        self.handshake.note_forward(inside_backward)
         self._group._catch_up = weakref.WeakMethod(self.catch_up)
 
     def catch_up(self) -> None:
@@ -189,14 +136,14 @@ class Reducer:
             return
         group = self._state.gradient_group
         if group is not None and self.handshake.is_broken(group):
-            if not self._in_backward:
+            if not self.handshake.in_backward:
                 # What it has dropped since does not matter: it takes part as the others do.
                 noted = self.handshake.after_averages
-                if noted and self.shards is not None and self._averages_last:
-                    self.shards.average(self.parameters, noted=True)
+                if noted:
+                    self.strategy.average_noted(self.parameters, self.weighing is not None)
                 self._reset(noted)
             self._exchange_nothing(raised=True)
-        self._in_backward = False
+        self.handshake.leave_backward()
 
     def contribute_zeros(self) -> None:
         """Takes part in the others' exchange without a backward on this rank."""
@@ -210,7 +157,7 @@ class Reducer:
         """
         if first is not None:
             self.handshake.enter(forward)
-        if self._in_backward:
+        if self.handshake.in_backward:
             return
         self.members.check_owned()
         self._complete_last()
@@ -232,29 +179,18 @@ class Reducer:
 
     def average(self) -> None:
         """Averages what exchanges have left to the step, and makes divided gradients whole."""
-        if self.shards is not None:
-            self.shards.average(self.parameters)
-
-    def check_parameters(self) -> None:
-        """Raises RuntimeError if a failed step may have changed only some of the parameters."""
-        if self.shards is not None:
-            self.shards.guard.check()
-
-    def _compare_parameters(self) -> None:
-        """Raises RuntimeError on all ranks if their parameters differ."""
-        if self.shards is not None:
-            self.shards.guard.compare(self.shards.buffers(), takes_nan=self._ring is None)
+        self.strategy.average(self.parameters)
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Handles a gradient that has been accumulated."""
-        if not (self._in_backward or self.handshake.open or self._state.gradient_group is None):
+        if not self.handshake.open and self._state.gradient_group is not None:
             self.keep_local(parameter)
             if self._group.size > 1:
                 step_guard.note(parameter)
             return
-        if not self._in_backward and self.shards is not None:
+        if not self.handshake.in_backward:
             # The sum of an earlier gradient and of this backward's counts as this backward's.
-            self.shards.forget_local(parameter)
+            self.strategy.forget_local(parameter)
         self.begin_backward()
         if self._ready is not None:
             self._ready.append(parameter)
@@ -274,30 +210,19 @@ class Reducer:
     def keep_local(self, parameter: torch.Tensor) -> None:
         """Handles a gradient of a backward without an exchange."""
         self.has_local = True
-        if self.shards is not None:
-            self.shards.forget_dropped(parameter)
-            if self._group.size > 1:
-                step_guard.note(parameter, inside_no_sync=True)
+        self.strategy.keep_local(parameter)
 
     def _complete_last(self) -> None:
         """Averages what the last backward has left to a step, before this one adds to it."""
-        group, shards = self._state.gradient_group, self.shards
-        if shards is None or not self._averages_last:
-            return
-        if group is not None and shards.has_pending(self.parameters):
+        group, weighted = self._state.gradient_group, self.weighing is not None
+        if group is not None and self.strategy.has_pending(self.parameters, weighted):
             self.handshake.announce(group, after_averages=True)
             self.average()
 
-    @property
-    def _averages_last(self) -> bool:
-        """False if a ring adds to its parts; but weights scale whole gradients."""
-        return self._ring is None or self.weighing is not None
-
     def _reset(self, noted: bool = False) -> None:
-        """Prepares for a backward; see :meth:`GradShardBuffers.begin`."""
-        if self._ring is not None:
-            self._ring.begin(self.parameters, noted)
-        self._in_backward = self.handshake.open = True
+        """Prepares for a backward; see :meth:`Strategy.begin`."""
+        self.strategy.begin(self.parameters, noted)
+        self.handshake.begin_backward()
         self._next = 0
         self._versions = [parameter._version for parameter in self._stepped]
         if self._ready is not None:
@@ -312,46 +237,27 @@ class Reducer:
             if bucket.waiting or not (last or self._repeated.isdisjoint(bucket.ids)):
                 return
             if (group := self._state.gradient_group) is not None:
-                self.handshake.announce(group, self._ring is not None and self._ring.adds)
+                self.handshake.announce(group, self.strategy.sends_averages)
             self._send(bucket)
             bucket.sent = True
             self._next += 1
 
     def _send(self, bucket: Bucket) -> None:
         try:
-            if self._ring is not None:
-                with self._launching(bucket):
-                    self._ring.send(bucket, self.weighing)
-                return
-            if self.weighing is not None:
-                self.weighing.scale(bucket.flat)
-            if self._scatter is not None and isinstance(self.shards, InternodeShards):
-                blocks = self.shards.blocks[id(bucket.parameters[0])]
-                with self._launching(bucket):
-                    self._scatter.start(blocks, bucket.parameters)
-            elif self.shards is None or not self.shards.averages:
-                self._state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
+            self.strategy.send(bucket, self._next, self.weighing)
         except PycommError:
             self.handshake.wait()  # raises the error that caused this one, if there is one
             raise
-
-    def _launching(self, bucket: Bucket) -> AbstractContextManager[object]:
-        """Surrounds the start of a bucket that the state does not start itself."""
-        assert self.shards is not None
-        assert isinstance(self._state, CommState)
-        group, model = self.shards.group, self._state._parameters
-        return launching(group, self._next, bucket.flat, bucket.parameters, model)
 
     @not_compiled
     def _end_backward(self, first: Node | None, creates_graph: bool) -> None:
         """Ends a backward; it entered the module at `first` if it began in the outputs."""
         arrived = any(bucket.arrived for bucket in self._buckets)
         if not arrived and first is not None and leads_to(first, self._bucket_of):
-            self._in_backward = False  # torch.autograd.grad for something else
-            if self._ring is not None:
-                self._ring.resume(self.parameters)
+            self.strategy.resume(self.parameters)  # torch.autograd.grad for something else
             if creates_graph:  # it becomes part of a loss
                 self.handshake.withdraw()
+                self.handshake.leave_backward()
             else:
                 self.handshake.settle()
         else:
@@ -368,15 +274,13 @@ class Reducer:
             unused = set(map(id, self.parameters))
         self._start_full(last=True)
         self.handshake.wait()
-        self._state.finish()
-        self._finish_shards()
+        self.strategy.finish(self._buckets)
         try:
             used_nowhere, errors = self._compare(unused, raised is True)
         except PycommError:
-            if isinstance(self._state, CommState):
-                self._state.note_failure()
+            self._state.note_failure()
             raise
-        self._in_backward = self.has_local = False
+        self.has_local = False
         self.handshake.settle(dropped=bool(errors.raised))
         step_guard.forget(self.parameters)
         if why := errors.explain(self._group, self._moved() if errors.moved else ()):
@@ -386,42 +290,11 @@ class Reducer:
                 raise RuntimeError(f"{why}; gradients are dropped on all ranks")
             return
         self._had_backward |= raised is False
-        if self._ring is not None:
-            ring = self._ring
-            ring.keep(
-                p for p in self.parameters if id(p) not in used_nowhere or ring.accumulates(p)
-            )
-        else:
-            for parameter in self.parameters:
-                if id(parameter) in used_nowhere:
-                    parameter.grad = None  # a rank without weight may have used it
-                elif parameter.grad is None:
-                    self._bucket_of[id(parameter)].adopt(parameter)
-        if self.shards is not None:
-            if self.shards.leaves_local:
-                self.shards.note_backward(self.parameters)
-            if self.shards.leaves_local or self._ring is not None:
-                self.shards.guard.await_step(self.parameters)
+        self.strategy.keep(self.parameters, used_nowhere, self._bucket_of)
         if self._ready is not None:
             if self._state.gradient_group is not None:
                 self._learn_order(self._ready)
             self._ready = None
-
-    def _finish_shards(self) -> None:
-        """Waits for the averages that shards make."""
-        if isinstance(self._state, LocalSGDState) or self.shards is None:
-            return
-        began, gathered = time.perf_counter(), 0
-        sent = nbytes = sum(bucket.flat.nbytes for bucket in self._buckets)
-        with record_range(self._group, "finish"):
-            if self._ring is not None:
-                gathered = self._ring.finish()
-            if self._scatter is not None:
-                sent = self._scatter.finish()
-        if self._ring is not None or self.shards.leaves_local:
-            waited = time.perf_counter() - began
-            wire = self.shards.wire_bytes(sent) + dense_wire_bytes(gathered, self._group) // 2
-            self._state.count_step(nbytes, wire, waited)
 
     def _exchange_nothing(self, raised: bool | None = None) -> None:
         """Sends zeros as the remaining buckets, and drops the result."""
@@ -442,19 +315,18 @@ class Reducer:
         if group is None:
             return unused, Errors([], [], [], [])
         used = [id(p) not in unused for p in self.parameters]
-        changed = self.shards is not None and self.shards.guard.sees_change()
+        changed = self.strategy.sees_change()
         stepped = self._versions != [parameter._version for parameter in self._stepped]
         own = raised, self.handshake.is_repeated, stepped, bool(self._moved())
         (*used_anywhere, changed_anywhere), errors = compare([*used, changed], own, group)
         if changed_anywhere:
-            self._compare_parameters()
+            self.strategy.compare()
         pairs = zip(self.parameters, used_anywhere, strict=True)
         return {id(p) for p, is_used in pairs if not is_used}, errors
 
     def _moved(self) -> list[str]:
-        """Names of parameters that have left the memory of shards."""
-        moved = [] if self.shards is None else self.shards.moved(self.parameters)
-        return [self.members.name_of(parameter) for parameter in moved]
+        """Names of parameters that have left the memory in which they must lie."""
+        return [self.members.name_of(p) for p in self.strategy.moved(self.parameters)]
 
     def _learn_order(self, ready: Sequence[torch.Tensor]) -> None:
         """Lays out buckets in the order of rank 0's first backward, repeated parameters last."""

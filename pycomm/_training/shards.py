@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from pycomm import _C
 from pycomm._training.exchange import dense_wire_bytes
@@ -26,9 +25,9 @@ from pycomm._training.flat import (
     Place,
     describe_states,
     kind_of,
-    move_out,
     room,
 )
+from pycomm._training.parameters import complete_parts, count_division, held_part, record_of
 from pycomm._training.step_guard import Snapshot, StepGuard
 from pycomm.collectives import all_reduce, broadcast
 from pycomm.p2p import recv, send
@@ -144,15 +143,15 @@ class Part(NamedTuple):
 
     def gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The same elements of the parameter's gradient, flat."""
-        ring = self.shards.ring
-        if ring is not None and ring.is_divided(parameter):
-            return ring.own(parameter)
+        kept = self.shards.own_gradients
+        if kept is not None and kept.is_divided(parameter):
+            return kept.own(parameter)
         return self.of(gradient)
 
     def is_divided(self, parameter: torch.Tensor) -> bool:
         """True if this rank has only these elements of the gradient."""
-        ring = self.shards.ring
-        return ring is not None and ring.is_divided(parameter)
+        kept = self.shards.own_gradients
+        return kept is not None and kept.is_divided(parameter)
 
     def waits_for_step(self, parameter: torch.Tensor) -> bool:
         """True if a step must average the parameter's gradient.
@@ -258,7 +257,7 @@ class Shards:
         arena: the arena, as bytes.
         sums: the beginning of the exchanged sums in the arena.
         local: gradients that are still each rank's own, by the parameter's id.
-        ring: divided gradients; None if gradients are not divided.
+        own_gradients: divided gradients; None if gradients are not divided.
         replicates: see above.
         exchange_group: the ranks that exchange gradients; those of `group` and perhaps more.
         guard: watches the parameters between steps.
@@ -272,11 +271,11 @@ class Shards:
         rooms: Mapping[int, int] | None = None,
         replicates: bool = False,
     ) -> None:
-        _leave_parts(parameters)
+        complete_parts(parameters)
         self.group, self.replicates = group, replicates
         self.averages = self.leaves_local = gradients is None
         self.guard = StepGuard(parameters, group)
-        self.ring: OwnGradients | None = None
+        self.own_gradients: OwnGradients | None = None
         self.exchange_group = group
         self.local: dict[int, Snapshot] = {}
         units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
@@ -324,8 +323,8 @@ class Shards:
             begin = int(parameter.storage_offset()) + first
             own = parameter.detach().as_strided((count,), (1,), begin)
             describe_states(own, Place(described[piece], offset, (1,)))
-            _parts[parameter] = Part(self, self.group, ranges, first, own)
-        _count_division()
+            record_of(parameter).part = Part(self, self.group, ranges, first, own)
+        count_division()
 
     def moved(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters that have been moved out of the arena."""
@@ -375,8 +374,11 @@ class Shards:
         gradient = parameter.grad
         if gradient is None or gradient.numel() == 0:
             return False
-        if self.ring is not None:
-            return not (self.ring.is_divided(parameter) or self.ring.has_gathered(parameter))
+        if self.own_gradients is not None:
+            return not (
+                self.own_gradients.is_divided(parameter)
+                or self.own_gradients.has_gathered(parameter)
+            )
         return not self.layout[parameter].holds_gradient(gradient)
 
     def forget_local(self, parameter: torch.Tensor) -> None:
@@ -385,20 +387,20 @@ class Shards:
         That one is this rank's own, too, as is the sum of both.
         """
         self.local.pop(id(parameter), None)
-        if self.ring is not None:
-            self.ring.forget_dropped(parameter)
+        if self.own_gradients is not None:
+            self.own_gradients.forget_dropped(parameter)
 
     def forget_dropped(self, parameter: torch.Tensor) -> None:
         """Forgets a gradient that the user has dropped, as another one has come."""
         noted = self.local.get(id(parameter))
         if noted is not None and noted.gradient() is not parameter.grad:
             del self.local[id(parameter)]
-        if self.ring is not None:
-            self.ring.forget_dropped(parameter)
+        if self.own_gradients is not None:
+            self.own_gradients.forget_dropped(parameter)
 
     def has_pending(self, parameters: Iterable[torch.Tensor]) -> bool:
         """True if a gradient is still each rank's own, or divided."""
-        return any(self.is_local(p) or _parts[p].is_divided(p) for p in parameters)
+        return any(self.is_local(p) or held_part(p).is_divided(p) for p in parameters)
 
     def average(self, parameters: Iterable[torch.Tensor], noted: bool = False) -> None:
         """Averages gradients that are still each rank's own, and makes divided ones whole.
@@ -411,8 +413,8 @@ class Shards:
                 of them: for a rank whose backward has raised, and whose result is dropped.
         """
         parameters = list(parameters)
-        if self.ring is not None:
-            self.ring.gather(parameters, noted)
+        if self.own_gradients is not None:
+            self.own_gradients.gather(parameters, noted)
         local = [p for p in parameters if (id(p) in self.local if noted else self.is_local(p))]
         self._average_local(local)
         for parameter in parameters:
@@ -447,52 +449,3 @@ class Shards:
         begin = -(-self._used // _LINE) * _LINE
         self._used = begin + count * dtype.itemsize
         return self.arena[begin : self._used].view(dtype)
-
-
-# No value refers to a parameter, only to its memory.
-_parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_divisions = 0
-
-
-def _leave_parts(parameters: Iterable[torch.Tensor]) -> None:
-    """Completes what a wrapper that is replaced has left to a step."""
-    for parameter in parameters:
-        part: Part | None = _parts.get(parameter)  # type: ignore[no-untyped-call]
-        if part is not None:
-            part.shards.guard.check()
-            part.shards.average([parameter])
-
-
-def forget_parts(parameters: Iterable[torch.Tensor]) -> None:
-    """Ends the division of parameters that a wrapper without shards takes over."""
-    parameters = list(parameters)
-    _leave_parts(parameters)
-    for parameter in parameters:
-        if _parts.pop(parameter, None) is not None:  # type: ignore[no-untyped-call]
-            move_out(parameter)
-    _count_division()
-
-
-def divisions() -> int:
-    """Changes if any parameter's part does."""
-    return _divisions
-
-
-def _count_division() -> None:
-    global _divisions
-    _divisions += 1
-
-
-def part_of(parameter: torch.Tensor) -> Part | None:
-    """This rank's part of a parameter; None if no wrapper shards it.
-
-    Raises:
-        ValueError: the parameter has been moved out of the arena.
-    """
-    part: Part | None = _parts.get(parameter)  # type: ignore[no-untyped-call]
-    if part is not None and not part.shards.layout[parameter].holds(parameter):
-        raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} has left the memory in which the "
-            "wrapper shards it, as by model.to(): wrap the model anew"
-        )
-    return part

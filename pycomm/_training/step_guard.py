@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-import zlib
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
-from pycomm._runtime import host
-from pycomm.collectives import all_reduce
+from pycomm._training.agree import differ
+from pycomm._training.parameters import ParamRecord, known_of, record_of
 from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
@@ -70,8 +69,7 @@ _NOT_SENT = (
     "reduce_gradients() of the wrapper, or zero the gradients"
 )
 
-# Snapshots by parameter, and why they are no averages.
-_noted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_noted: weakref.WeakSet[ParamRecord] = weakref.WeakSet()  # with such a gradient
 _lock = threading.Lock()  # as ranks may be threads
 _watch: RemovableHandle | None = None  # of optimizers, while there are any
 
@@ -82,7 +80,10 @@ def note(parameter: torch.Tensor, inside_no_sync: bool = False) -> None:
     if parameter.grad is None:  # another hook has dropped it
         return
     with _lock:
-        _noted[parameter] = Snapshot.of(parameter.grad), _NOT_SENT if inside_no_sync else _ELSEWHERE
+        why = _NOT_SENT if inside_no_sync else _ELSEWHERE
+        record = record_of(parameter)
+        record.local_gradient = Snapshot.of(parameter.grad), why
+        _noted.add(record)
         if _watch is None:
             _watch = register_optimizer_step_pre_hook(check)
 
@@ -94,7 +95,9 @@ def forget(parameters: Iterable[torch.Tensor]) -> None:
         return
     with _lock:
         for parameter in parameters:
-            _noted.pop(parameter, None)  # type: ignore[no-untyped-call]
+            if (record := known_of(parameter)).local_gradient is not None:
+                record.local_gradient = None
+                _noted.discard(record)
         if _watch is not None and not len(_noted):
             _watch.remove()
             _watch = None
@@ -104,7 +107,7 @@ def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raises RuntimeError if a gradient of the optimizer's parameters is not the ranks' average."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            noted: tuple[Snapshot, str] | None = _noted.get(parameter)  # type: ignore[no-untyped-call]
+            noted = known_of(parameter).local_gradient
             if noted is not None and noted[0].counts(parameter.grad):
                 raise RuntimeError(
                     f"gradient of a parameter of shape {tuple(parameter.shape)} is not the ranks' "
@@ -209,33 +212,3 @@ class StepGuard:
                 "are not whole: use an optimizer of pycomm.optim, or call reduce_gradients() of "
                 "the wrapper before the step"
             )
-
-
-_BELOW_ANY = -(1 << 32)  # checksum
-
-STEPPED_BY_SOME = (
-    "the ranks' parameters differ: only some of them took a step before the group failed; ask "
-    "should_commit() before every step, or load a checkpoint"
-)
-
-
-def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """A checksum of the elements' bits, in 32 bits."""
-    crc = 0
-    for tensor in tensors:
-        data = tensor.reshape(-1).contiguous().view(torch.uint8).cpu()
-        crc = zlib.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()), crc)
-    return crc
-
-
-def differ(buffers: Iterable[torch.Tensor], group: Group, counts: bool = True) -> bool:
-    """True if these elements are not the same on all ranks of a group; all must call this.
-
-    Args:
-        buffers: the elements.
-        group: the group.
-        counts: False leaves this rank out.
-    """
-    crc = checksum(buffers)
-    bounds = host.tensor([crc, -crc] if counts else [_BELOW_ANY, _BELOW_ANY])
-    return bool(all_reduce(bounds, "max", group=group).sum() != 0)

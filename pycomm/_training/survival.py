@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm._runtime import host
-from pycomm._training.comm_state import CommState
 from pycomm._training.optimizers import optimizers_of
-from pycomm._training.shards import part_of
+from pycomm._training.parameters import part_of
 from pycomm._training.step_guard import StepGuard
 from pycomm.collectives import all_gather, all_reduce
 
 if TYPE_CHECKING:
-    from pycomm._training.local_sgd import LocalSGDState
+    from pycomm._training.comm_state import CommState
     from pycomm._training.shards import OwnedRange
     from pycomm.group import Group
 
@@ -37,7 +36,7 @@ class ShardSurvival:
 
     def __init__(
         self,
-        state: CommState | LocalSGDState,
+        state: CommState,
         parameters: Iterable[torch.Tensor],
         group: Group,
         replicates: bool,
@@ -55,7 +54,7 @@ class ShardSurvival:
         # The means of a step that has not counted come later. If another optimizer's step may have
         # counted, that would apply some of them twice, so they are dropped.
         undone = [one.in_step for one in self._optimizers]
-        if isinstance(state, CommState) and undone and all(undone):
+        if undone and all(undone):
             state.note_failure()
 
     def agree(self) -> None:

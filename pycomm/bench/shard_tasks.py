@@ -12,9 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import pycomm
-from pycomm._training.grad_shards import GradShardBuffers
-from pycomm._training.internode_shards import InternodeShards
-from pycomm._training.reducer import Reducer
+from pycomm._training.sharding import ShardGradients
 from pycomm.bench.optim_tasks import Scheme
 from pycomm.bench.streams import Mix
 from pycomm.bench.training import WIDTH, TrainingSettings, make_module
@@ -67,39 +65,27 @@ class Own(Stepper):
     def finish(self) -> None:
         """Averages the gradients that are there, and steps; gradients may be averages already."""
         exchange = self._wrapped._exchange
-        if exchange._ring is not None:
-            self._divide(exchange, exchange._ring)
-        elif exchange._scatter is not None and isinstance(exchange.shards, InternodeShards):
-            for bucket in exchange._buckets:
-                blocks = exchange.shards.blocks[id(bucket.parameters[0])]
-                exchange._scatter.start(blocks, bucket.parameters)
-            exchange._scatter.finish()
-            exchange.shards.note_backward(exchange.parameters)
-        elif exchange.shards is not None:
-            exchange.shards.note_backward(exchange.parameters)
-        else:
-            state = self._wrapped.comm_state
-            assert isinstance(state, pycomm.hooks.CommState)
-            for bucket in exchange._buckets:
-                state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
-            state.finish()
+        strategy, parameters, buckets = exchange.strategy, exchange.parameters, exchange._buckets
+        if isinstance(strategy, ShardGradients):
+            self._wrapped.zero_grad()
+            ready = self._ready or self._run_backward(parameters)
+        strategy.begin(parameters, False)
+        if isinstance(strategy, ShardGradients):
+            for parameter, gradient in zip(parameters, ready, strict=True):
+                parameter.grad = gradient
+        for number, bucket in enumerate(buckets):
+            strategy.send(bucket, number, None)
+        strategy.finish(buckets)
+        strategy.keep(parameters, set(), exchange._bucket_of)
         self._fused.step()
 
-    def _divide(self, exchange: Reducer, ring: GradShardBuffers) -> None:
-        """Averages the gradients of a backward of which each rank keeps its part."""
-        if not self._ready:
-            with self._wrapped.no_sync():
-                self._wrapped.zero_grad()
-                self._wrapped(self.rows).float().square().mean().backward()
-            self._ready = [parameter.grad for parameter in exchange.parameters]
+    def _run_backward(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Keeps the gradients of a backward of which each rank would keep its part."""
+        with self._wrapped.no_sync():
+            self._wrapped(self.rows).float().square().mean().backward()
+        self._ready = [parameter.grad for parameter in parameters]
         self._wrapped.zero_grad()
-        ring.begin(exchange.parameters)
-        for parameter, gradient in zip(exchange.parameters, self._ready, strict=True):
-            parameter.grad = gradient
-        for bucket in exchange._buckets:
-            ring.send(bucket, None)
-        ring.finish()
-        ring.keep(exchange.parameters)
+        return self._ready
 
 
 def mix(scheme: Scheme, count: int, ranks: int, clips: bool) -> Mix:

@@ -11,7 +11,7 @@ import torch
 from pycomm._inputs import check_rank, is_dtensor, local
 from pycomm._runtime import host
 from pycomm._runtime.torch_private import wrapper_tensor
-from pycomm._training.optimizers import part_of
+from pycomm._training.parameters import part_of
 from pycomm.optim import _storage
 from pycomm.optim._storage import BLOCK, MASTER, REMAINDER, State
 from pycomm.optim.flat import Buffers, zeros_for

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pycomm._training.optimizers import part_of
+from pycomm._training.parameters import part_of
 from pycomm.optim import _checkpoint
 from pycomm.optim._states import StatefulOptimizer
 from pycomm.optim._storage import State

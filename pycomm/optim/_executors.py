@@ -11,7 +11,7 @@ import torch
 from pycomm import _C
 from pycomm._inputs import local
 from pycomm._runtime import host
-from pycomm._training.optimizers import part_of
+from pycomm._training.parameters import divisions, part_of
 from pycomm.optim import _storage
 from pycomm.optim._options import Group
 
@@ -35,7 +35,6 @@ class Row:
         group: its group's options.
         names: the states' names.
         stream: the parameter's random bits.
-        division: a number that changes if parameters are divided otherwise.
         place: the first element's place among the random bits, for a DTensor.
 
     Attributes:
@@ -57,7 +56,6 @@ class Row:
         group: Group,
         names: tuple[str, ...],
         stream: int,
-        division: int,
         place: int = 0,
     ) -> None:
         self.param = param
@@ -74,7 +72,7 @@ class Row:
         )
         if part is not None:
             self.words.append(param.numel())
-        self._key = _key(local(param), grad, state, group, names, stream, division)
+        self._key = _key(local(param), grad, state, group, names, stream)
 
     def is_of(self, param: torch.Tensor, grad: torch.Tensor, *rest: Any) -> bool:
         """True if the row still describes these arguments of the constructor."""
@@ -94,7 +92,6 @@ def _key(
     group: Group,
     names: tuple[str, ...],
     stream: int,
-    division: int,
 ) -> tuple[Any, ...]:
     """Changes if a row has to be made anew."""
     # This runs for hundreds of parameters in every step, so it is kept fast.
@@ -105,7 +102,7 @@ def _key(
         *(grad.data_ptr(), grad.shape, grad.stride(), grad.dtype, grad.is_neg()),
         *state,
         *[_place(value) for value in state.values()],
-        *(group["states"], group["master_weights"], names, stream, division),
+        *(group["states"], group["master_weights"], names, stream, divisions()),
     )
 
 

@@ -13,7 +13,8 @@ from pycomm import _C
 from pycomm._inputs import is_dtensor, local
 from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.optimizers import divisions, part_of, register
+from pycomm._training.optimizers import register
+from pycomm._training.parameters import part_of
 from pycomm.optim import _executors, _options, _storage
 from pycomm.optim._divided import DividedOptimizer
 from pycomm.optim._executors import OnCpu, OnCuda, Row, Table, one_division
@@ -219,13 +220,13 @@ class FusedOptimizer(DividedOptimizer):
         tables: list[Table] = []
         rows: list[Row] = []
         grads: list[torch.Tensor] = []
-        stream, division = 0, divisions()
+        stream = 0
         for group in self.param_groups:
             names, table = self._state_names(group), array("q")
             for param in group["params"]:
                 if param.grad is not None:
                     own = self._own_gradient(param, param.grad)
-                    row, grad = self._row(param, own, group, names, stream, division)
+                    row, grad = self._row(param, own, group, names, stream)
                     rows.append(row)
                     grads.append(grad)
                     row.add_to(table)
@@ -252,14 +253,13 @@ class FusedOptimizer(DividedOptimizer):
         group: Group,
         names: tuple[str, ...],
         stream: int,
-        division: int,
     ) -> tuple[Row, torch.Tensor]:
         """A parameter's row in its group's table, and its gradient.
 
         The row is that of the last step if nothing has moved since. The gradient is a copy if the
         other one has another order of elements.
         """
-        state, rest = self._own_state(param), (group, names, stream, division)
+        state, rest = self._own_state(param), (group, names, stream)
         row = self._rows.get(id(param))
         if row is not None and row.is_of(param, grad, state, *rest):
             if row.part is not None:

@@ -13,9 +13,9 @@ import torch
 from pycomm import _C
 from pycomm._runtime import host
 from pycomm._runtime.ranges import record_range
+from pycomm._training.agree import tensor_checksum
 from pycomm._training.internode_shards import InternodeShards
 from pycomm._training.shards import Shards
-from pycomm._training.step_guard import checksum
 from pycomm._work import launch
 from pycomm.errors import PycommError
 from pycomm.optim._executors import OnCpu, Step, Table, is_capturing, rate_for, rate_on_device
@@ -185,7 +185,11 @@ def _label(tables: Sequence[Table], step: Step, shards: Shards) -> str:
     """
     pairs = zip(step.params, step.grads, strict=True)
     assigned = [grad for param, grad in pairs if shards.is_assigned(param)]
-    told = f"assigned gradients {checksum(assigned):08x}, must be averages, " if assigned else ""
+    told = (
+        f"assigned gradients {tensor_checksum(assigned):08x}, must be averages, "
+        if assigned
+        else ""
+    )
     rates = "/".join(_rate_in_words(group["lr"]) for group, _ in tables) or "none"
     count = sum(len(words) for _, words in tables) // _C.shard_words
     scale, found, _ = step.control

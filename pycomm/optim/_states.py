@@ -11,7 +11,7 @@ import torch
 from pycomm._inputs import is_dtensor, local
 from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.optimizers import divisions, part_of
+from pycomm._training.parameters import divisions, part_of
 from pycomm.optim import _checkpoint, _executors, _options, _storage
 from pycomm.optim._executors import Row, is_capturing
 from pycomm.optim._options import Group, Options

@@ -84,7 +84,7 @@ def train_locally(group: pycomm.Group, device: str, name: str) -> list[torch.Ten
         module.named_parameters(), optimizer, period=2, compression=ddp.COMPRESSIONS[name],
         outer_lr=0.7, outer_momentum=0.9, group=group,
     )  # fmt: skip
-    model = pycomm.DataParallel(module, local_sgd=state)
+    model = pycomm.DataParallel(module, state=state)
     seen = []
     for step in range(STEPS):
         given = ddp.gradients(model, group.rank, step)

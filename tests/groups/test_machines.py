@@ -250,7 +250,9 @@ def test_refused_pidfds(error):
 
 
 def hold_replicas(group):
-    model = pycomm.DataParallel(torch.nn.Linear(4, 4), shard="optimizer", replicas=2, group=group)
+    model = pycomm.DataParallel(
+        torch.nn.Linear(4, 4), shard=pycomm.Sharding("optimizer", replicas=2), group=group
+    )
     optimizer = pycomm.optim.FusedAdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

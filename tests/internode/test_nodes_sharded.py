@@ -10,6 +10,7 @@ import pytest
 import sharding
 import torch
 from sharding import Parameter, Program, Step
+from wrapping import data_parallel
 
 import pycomm
 
@@ -71,7 +72,7 @@ NET = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, 60))
 
 
 def small(group: pycomm.Group, **options):
-    model = pycomm.DataParallel(copy.deepcopy(NET), group=group, shard="optimizer", **options)
+    model = data_parallel(copy.deepcopy(NET), group=group, shard="optimizer", **options)
     return model, pycomm.optim.FusedSGD(model.parameters(), lr=0.1)
 
 
@@ -145,7 +146,7 @@ def test_parameters_that_do_not_arrive_are_half_new():
         optimizer.step()
         backward(model)
         if group.rank == 1:
-            model._exchange.shards.publication.send = lambda: time.sleep(0.1)
+            model._exchange.strategy.shards.publication.send = lambda: time.sleep(0.1)
             optimizer.step()
             group.abort()
             return ""
@@ -154,7 +155,7 @@ def test_parameters_that_do_not_arrive_are_half_new():
         with pytest.raises(RuntimeError, match="partly those of a step that has failed"):
             model(torch.ones(1, 60))
         model.module.load_state_dict(saved)
-        model._exchange.check_parameters()
+        model._exchange.strategy.check()
         return "raised"
 
     with pycomm.LocalWorld(2, nodes=(1, 1), timeout=5) as world:
@@ -164,7 +165,7 @@ def test_parameters_that_do_not_arrive_are_half_new():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"publish": pycomm.Int8()}, ValueError, "publish must come with shard"),
+        ({"publish": pycomm.Int8()}, TypeError, "no publish any more: give it to the sharding"),
         (
             {"overlap_params": True},
             TypeError,
@@ -182,7 +183,7 @@ def test_parameters_that_do_not_arrive_are_half_new():
 )
 def test_options_are_checked(options, error, message):
     with pycomm.LocalWorld(1) as world, pytest.raises(error, match=message):
-        pycomm.DataParallel(torch.nn.Linear(2, 2), group=world.groups[0], **options)
+        data_parallel(torch.nn.Linear(2, 2), group=world.groups[0], **options)
 
 
 @pytest.mark.parametrize("nodes", [(1, 1), (2, 1), (2, 2)], ids=str)

@@ -38,7 +38,7 @@ optimizer.step()
 assert not model.weight.equal(before)
 """,
         25,
-        4_800,
+        4_900,
     ),
     "hook": (
         ONE_RANK
@@ -50,7 +50,7 @@ model(torch.ones(1, 3)).sum().backward()
 assert state.step == 1
 """,
         35,
-        7_400,
+        7_500,
     ),
     "wrapper": (
         ONE_RANK
@@ -60,8 +60,8 @@ model = pycomm.DataParallel(torch.nn.Linear(3, 2))
 model(torch.ones(1, 3)).sum().backward()
 assert model.module.weight.grad.tolist() == [[1.0] * 3] * 2
 """,
-        52,
-        13_300,
+        43,
+        9_800,
     ),
 }
 TELL = """

@@ -133,7 +133,7 @@ def test_outer_steps_begin_at_weights_that_are_loaded(world, loads_after):
         named = module.named_parameters()
         outer = {"outer_lr": 0.7, "outer_momentum": 0.9, "period": 2}
         local = LocalSGDState(named, inner, group=group, **outer)
-        model = pycomm.DataParallel(module, local_sgd=local)
+        model = pycomm.DataParallel(module, state=local)
         if loads_after:
             model.load_state_dict(loaded)
         for number in range(2):

@@ -56,7 +56,7 @@ class Trainee:
         self.state = hooks.LocalSGDState(named, self.optimizer, group=self.group, **self.options)
         if self.front == "wrapper":
             self.model: nn.Module = pycomm.DataParallel(
-                self.module, bucket_cap_mb=0.01, local_sgd=self.state
+                self.module, bucket_cap_mb=0.01, state=self.state
             )
         else:
             self.model = DistributedDataParallel(self.module, bucket_cap_mb=0.01)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import optim
@@ -55,7 +56,7 @@ def optimizer_for(
 
 
 def wrap(module: nn.Module, group: pycomm.Group, mode: str, **options: Any) -> pycomm.DataParallel:
-    return pycomm.DataParallel(module, group=group, **MODES[mode], **options)
+    return data_parallel(module, group=group, **MODES[mode], **options)
 
 
 def alone(

@@ -11,6 +11,7 @@ from typing import Any
 import golden
 import torch
 from torch import nn
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import optim
@@ -184,7 +185,7 @@ class Run:
 
     def wrap(self, how: str, bucket_cap_mb: float) -> None:
         shard = self.shard if how == "shard" else None
-        self.model = pycomm.DataParallel(
+        self.model = data_parallel(
             self.net,
             bucket_cap_mb=bucket_cap_mb,
             group=self.group,

@@ -27,6 +27,7 @@ from optimizing import Case
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import hooks, optim
@@ -139,7 +140,7 @@ class Training:
         if group is not None and hook is None and local is None:
             if self.scaler is not None:
                 options["grad_scaler"] = self.scaler
-            self.model = pycomm.DataParallel(self.net, group=group, **options)
+            self.model = data_parallel(self.net, group=group, **options)
             self.comm = self.model.comm_state if keeps else None
         named = dict(self.net.named_parameters())
         first = [named.pop("matrix"), named.pop("scalar")]
@@ -147,7 +148,7 @@ class Training:
         if local is not None:
             params = self.net.named_parameters()
             self.comm = hooks.LocalSGDState(params, self.optimizer, group=group, **local)
-            self.model = pycomm.DataParallel(self.net, local_sgd=self.comm)
+            self.model = pycomm.DataParallel(self.net, state=self.comm)
         elif hook is not None:
             self.comm = hook(self.net.named_parameters(), group=group, exclude=excluded)
             self.model = DistributedDataParallel(self.net)

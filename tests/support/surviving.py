@@ -9,6 +9,7 @@ from typing import Any
 import sharding
 import torch
 from torch import nn
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import optim
@@ -46,7 +47,7 @@ class Training:
         own = ("replicas", "publish", "compression", "bucket_cap_mb")
         wrapper = {name: options.pop(name) for name in own if name in options}
         net = Net(elements, dtype, seed)
-        self.model = pycomm.DataParallel(net, group=group, shard=shard, **wrapper)
+        self.model = data_parallel(net, group=group, shard=shard, **wrapper)
         self.optimizer = optim.FusedAdamW(self.model.parameters(), lr=0.01, **options)
 
     def backward(self, number: int, step: int) -> None:

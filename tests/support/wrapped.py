@@ -9,6 +9,7 @@ import ddp
 import golden
 import torch
 from torch import nn
+from wrapping import data_parallel
 
 import pycomm
 
@@ -21,7 +22,7 @@ class Wrapped(ddp.Watched):
     def __init__(
         self, module: nn.Module, compression: pycomm.Compression | None, **options: Any
     ) -> None:
-        self.model = pycomm.DataParallel(module, compression=compression, **options)
+        self.model = data_parallel(module, compression=compression, **options)
         self.state = self.model.comm_state
         self.feedback = options.get("feedback", True) and compression is not None
         self.exclude = options.get("exclude") or ddp.sent_dense

@@ -6,6 +6,7 @@ import golden
 import pytest
 import torch
 from torch import nn
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import hooks, optim
@@ -122,7 +123,7 @@ def test_wrappers(world, name):
     def train(group, ambient):
         model, inputs = make_model(), make_inputs(group.rank)
         with ambient():
-            wrapper = pycomm.DataParallel(model, group=group, **WRAPPERS[name]())
+            wrapper = data_parallel(model, group=group, **WRAPPERS[name]())
             optimizer = optim.FusedAdamW(wrapper.parameters(), lr=1e-2, states="8bit")
             for batch in inputs:
                 wrapper(batch).square().mean().backward()
@@ -155,7 +156,7 @@ def test_local_sgd(world, options):
             state = hooks.LocalSGDState(
                 model.named_parameters(), optimizer, period=2, group=group, **options
             )
-            wrapper = pycomm.DataParallel(model, local_sgd=state)
+            wrapper = pycomm.DataParallel(model, state=state)
             for batch in inputs:
                 wrapper(batch).square().mean().backward()
                 optimizer.step()

@@ -13,6 +13,7 @@ from ddp import COMPRESSIONS
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from wrapped import TINY
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import hooks
@@ -34,7 +35,7 @@ WAYS = [copy.deepcopy, by_pickle, by_torch_save]
 
 def wrapper(name, **options):
     options["exclude"] = lambda _, parameter: parameter.dim() <= 1  # which no pickle can hold
-    return pycomm.DataParallel(ddp.network(), compression=COMPRESSIONS[name], **options)
+    return data_parallel(ddp.network(), compression=COMPRESSIONS[name], **options)
 
 
 def same_states(one, other):
@@ -163,7 +164,7 @@ def under_local_sgd(group, way):
     local = hooks.LocalSGDState(
         net.named_parameters(), optimizer, period=2, compression=pycomm.Int8(), gradient_steps=1
     )
-    model = pycomm.DataParallel(net, local_sgd=local)
+    model = pycomm.DataParallel(net, state=local)
     local_steps(model, optimizer, local, group.rank, range(4))
     copied, optimizer_of_copy = way((model, optimizer))
     of_copy = copied.comm_state

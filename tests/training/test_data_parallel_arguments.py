@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from wrapping import data_parallel
 
 import pycomm
 
@@ -10,7 +11,7 @@ import pycomm
 def make(options):
     with pycomm.LocalWorld(1) as world:
         options = {"module": nn.Linear(3, 3), "group": world.groups[0], **options}
-        return pycomm.DataParallel(options.pop("module"), **options)
+        return data_parallel(options.pop("module"), **options)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
 from wrapped import TINY
+from wrapping import data_parallel
 
 import pycomm
 
 
 def compare(group, make, loss, wrap=None, steps=3, **options):
     """Some steps of the wrapped module beside the plain one; returns the wrapper."""
-    model, alone = pycomm.DataParallel(make(), bucket_cap_mb=TINY, **options), make()
+    model, alone = data_parallel(make(), bucket_cap_mb=TINY, **options), make()
     run = wrap(model) if wrap else model
     for step in range(steps):
         model.zero_grad(set_to_none=step != 1)
@@ -228,7 +229,7 @@ def mixed_precision(group):
     compare(group, ddp.network, loss)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     options = {"compression": pycomm.Int8(), "grad_scaler": scaler}
-    model = pycomm.DataParallel(ddp.network(), **options)
+    model = data_parallel(ddp.network(), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         before = wrapped.parameters_of(model)

@@ -122,7 +122,7 @@ def test_exchanges_of_parameters_in_inference_mode(world, options):
         state = hooks.LocalSGDState(
             model.named_parameters(), inner, period=3, group=group, **options
         )
-        wrapper = pycomm.DataParallel(model, local_sgd=state)
+        wrapper = pycomm.DataParallel(model, state=state)
         with MODES[mode]():
             state.exchange()
         for step in range(6):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import wrapped
 from torch.nn.parallel import DistributedDataParallel
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import hooks
@@ -100,7 +101,7 @@ def test_a_hook_goes_on_in_a_larger_group(kind, tmp_path):
     def alone(group):
         net, state, optimizer = make(kind, 9, group)
         options = {"compression": state.compression, "group": group}
-        model = pycomm.DataParallel(net, **options)
+        model = data_parallel(net, **options)
         for each, one in zip((net, optimizer, model.comm_state), found[group.rank][2], strict=True):
             each.load_state_dict(copy.deepcopy(one))
         train(model, optimizer, group.rank, range(STEPS, 2 * STEPS))

@@ -96,11 +96,11 @@ def test_local_sgd_must_not_exchange_them(world):
         stepper = torch.optim.SGD(module.parameters(), lr=0.1)
         state = hooks.LocalSGDState(named.items(), stepper, period=2, group=group)
         with pytest.raises(ValueError, match=r"params must leave out expert\.weight"):
-            pycomm.DataParallel(module, local_sgd=state)
+            pycomm.DataParallel(module, state=state)
         stepper = torch.optim.SGD(module.router.parameters(), lr=0.1)
         routers = [(name, each) for name, each in named.items() if name.startswith("router")]
         state = hooks.LocalSGDState(routers, stepper, period=1, group=group)
-        model = pycomm.DataParallel(module, local_sgd=state)
+        model = pycomm.DataParallel(module, state=state)
         model(batch_of(group.rank, 0)).sum().backward()
         stepper.step()
         state.step()

@@ -31,7 +31,7 @@ def learn(group, tasks, options):
         named = task.model.named_parameters()
         local = hooks.LocalSGDState(named, optimizer, period=PERIOD, group=group, **options)
     model = pycomm.DataParallel(
-        task.model, **({"group": group} if local is None else {"local_sgd": local})
+        task.model, **({"group": group} if local is None else {"state": local})
     )
     for step in range(STEPS):
         done = step / STEPS

@@ -273,12 +273,12 @@ def grow_in_training(rank, size, store, path, options, steps):
         group = pycomm.join(Path(path), 60)
         net, optimizer, local = make(group, options)
         pycomm.share_state(optimizer, receive=True)
-        model = pycomm.DataParallel(net, local_sgd=local)
+        model = pycomm.DataParallel(net, state=local)
     else:
         helpers.join_world(rank, MEMBERS, store)
         group = pycomm.init(timeout=60)
         net, optimizer, local = make(group, options)
-        model = pycomm.DataParallel(net, local_sgd=local)
+        model = pycomm.DataParallel(net, state=local)
         train(model, local, optimizer, rank, range(steps))
         while group.size < size:
             growing.publish(group, path)
@@ -301,7 +301,7 @@ def test_a_grown_group_trains_like_one_that_began_at_this_size(name, steps, tmp_
 
     def alone(group):
         net, optimizer, local = make(group, options)
-        model = pycomm.DataParallel(net, local_sgd=local)
+        model = pycomm.DataParallel(net, state=local)
         for each, state in zip((net, optimizer, local), found[group.rank][0], strict=True):
             each.load_state_dict(state)
         train(model, local, optimizer, group.rank, range(steps, 9))

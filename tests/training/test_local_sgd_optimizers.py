@@ -52,7 +52,7 @@ def train(group, split, **options):
     optimizers = split(model)
     given = optimizers if len(optimizers) > 1 else optimizers[0]
     state = hooks.LocalSGDState(model.named_parameters(), given, period=2, group=group, **options)
-    wrapper = pycomm.DataParallel(model, local_sgd=state)
+    wrapper = pycomm.DataParallel(model, state=state)
     for step in range(4):
         wrapper(batch_of(group.rank, step)).square().mean().backward()
         for optimizer in optimizers:
@@ -89,7 +89,7 @@ def test_accelerate_s_wrapper(world):
     model = make_model()
     (optimizer,) = prepared(model)
     state = hooks.LocalSGDState(model.named_parameters(), optimizer, period=1, group=group)
-    wrapper = pycomm.DataParallel(model, local_sgd=state)
+    wrapper = pycomm.DataParallel(model, state=state)
     wrapper(batch_of(0, 0)).sum().backward()
     optimizer.step()
     assert state.step()
@@ -117,7 +117,7 @@ def test_an_optimizer_that_steps_twice_is_noticed(world):
     model = make_model()
     first, second = two(model)
     state = hooks.LocalSGDState(model.named_parameters(), [first, second], period=2, group=group)
-    wrapper = pycomm.DataParallel(model, local_sgd=state)
+    wrapper = pycomm.DataParallel(model, state=state)
     wrapper(batch_of(0, 0)).sum().backward()
     first.step()
     second.step()

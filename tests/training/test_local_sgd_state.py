@@ -294,7 +294,7 @@ def test_a_call_too_many_is_noticed(world):
 
 def test_another_models_gradients_are_noticed(world):
     trainee = make(world(1).groups[0])
-    model = pycomm.DataParallel(ddp.Given(), local_sgd=trainee.state)
+    model = pycomm.DataParallel(ddp.Given(), state=trainee.state)
     with pytest.raises(ValueError, match="params must name every parameter"):
         model(ddp.gradients(model, 0, 0)).backward()
 
@@ -371,19 +371,19 @@ def test_what_no_exchange_could_carry_is_refused(world, dtype, compression, matc
         hooks.LocalSGDState([("weight", weight)], optimizer, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"compression": pycomm.Int8()}, {"warmup_steps": 3}, {"feedback": False}, {"group": None}],
-)
-def test_the_wrapper_refuses_options_of_the_state(world, options):
+@pytest.mark.parametrize("name", ["compression", "grad_scaler", "group"])
+def test_the_wrapper_refuses_options_of_the_state(world, name):
     group = world(1).groups[0]
-    state = make(group).state
-    name = next(iter(options))
-    options = {name: group} if name == "group" else options
-    with pytest.raises(ValueError, match=f"{name} must be given to LocalSGDState"):
-        pycomm.DataParallel(ddp.Given(), local_sgd=state, **options)
-    with pytest.raises(TypeError, match="local_sgd must be"):
-        pycomm.DataParallel(ddp.Given(), local_sgd=hooks.AllReduceState(group=group))
+    scaler = torch.amp.GradScaler("cpu")
+    value = {"compression": pycomm.Int8(), "grad_scaler": scaler, "group": group}[name]
+    for state in (make(group).state, hooks.AllReduceState(group=group)):
+        with pytest.raises(ValueError, match=f"{name} must be given to the state"):
+            pycomm.DataParallel(ddp.Given(), state=state, **{name: value})
+    with pytest.raises(TypeError, match=r"state must be one of pycomm\.hooks, got 'local'"):
+        pycomm.DataParallel(ddp.Given(), state="local")
+    other = hooks.Int8State(ddp.Given().named_parameters(), group=group)
+    with pytest.raises(ValueError, match=r"state must be made with named_parameters\(\) of this"):
+        pycomm.DataParallel(ddp.Given(), state=other)
 
 
 def test_weights_and_joining_where_they_mean_nothing_are_refused(world):

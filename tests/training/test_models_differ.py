@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import hooks
@@ -66,7 +67,7 @@ WRAPPERS = {
     "gradients": lambda model, group: pycomm.DataParallel(model, group=group, shard="gradients"),
     "local SGD": lambda model, group: pycomm.DataParallel(
         model,
-        local_sgd=hooks.LocalSGDState(
+        state=hooks.LocalSGDState(
             model.named_parameters(),
             torch.optim.SGD(model.parameters(), lr=0.1),
             period=2,
@@ -124,7 +125,7 @@ def test_options(world, name):
 
     def make(group):
         options = other if group.rank == 1 else usual
-        pycomm.DataParallel(Layers("a"), group=group, **options)
+        data_parallel(Layers("a"), group=group, **options)
 
     check_refused(world, make, f"rank 1 has {name}")
 

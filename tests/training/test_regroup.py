@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import hooks
@@ -38,7 +39,7 @@ def train(model, optimizer, number, steps):
 
 def lose_one(group, **options):
     """Trains with three ranks until rank 1 leaves; returns the survivors' models at that point."""
-    model = pycomm.DataParallel(make_net(), group=group, **options)
+    model = data_parallel(make_net(), group=group, **options)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     train(model, optimizer, group.rank, range(STEPS))
     if group.rank == 1:
@@ -69,7 +70,7 @@ def test_survivors_train_as_if_they_had_always_been_alone(compression):
         ranks, (weights, moments), _ = states[group.rank]
         net = make_net()
         net.load_state_dict(weights)
-        model = pycomm.DataParallel(net, group=group, **options)
+        model = data_parallel(net, group=group, **options)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         optimizer.load_state_dict(moments)
         train(model, optimizer, ranks[group.rank], range(STEPS, 2 * STEPS))

@@ -10,6 +10,7 @@ import helpers
 import pytest
 import torch
 from torch import nn
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import hooks
@@ -73,12 +74,12 @@ def grow_in_training(rank, size, store, path, kind, compression):
         group = pycomm.join(Path(path), 60)
         while group.size < size:
             group = group.grow()
-        model = pycomm.DataParallel(net, group=group, **options)
+        model = data_parallel(net, group=group, **options)
         optimizer = ADAMS[kind](net)
     else:
         helpers.join_world(rank, MEMBERS, store)
         group = pycomm.init(timeout=60)
-        model = pycomm.DataParallel(net, **options)
+        model = data_parallel(net, **options)
         optimizer = ADAMS[kind](net)
         train(model, optimizer, rank, range(STEPS))
         progress["step"] = STEPS
@@ -116,7 +117,7 @@ def test_newcomers_have_all_that_the_members_have(kind, compression, tmp_path):
     def alone(group):
         net = make_net(0, next(iter(end[0].values())).dtype)
         net.load_state_dict(found[0][1][0])
-        model = pycomm.DataParallel(net, group=group, compression=compression, feedback=False)
+        model = data_parallel(net, group=group, compression=compression, feedback=False)
         optimizer = ADAMS[kind](net)
         optimizer.load_state_dict(copy.deepcopy(found[0][1][1]))  # ranks are threads here
         model.comm_state.step = STEPS

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import hooks, optim
@@ -40,9 +41,9 @@ class Trainee:
             self.local = hooks.LocalSGDState(
                 module.named_parameters(), self.optimizer, period=2, group=group, outer_momentum=0.5
             )
-            self.model = pycomm.DataParallel(module, local_sgd=self.local)
+            self.model = pycomm.DataParallel(module, state=self.local)
         else:
-            self.model = pycomm.DataParallel(module, group=group, **options)
+            self.model = data_parallel(module, group=group, **options)
             self.optimizer = optim.FusedAdamW(self.model.parameters(), lr=0.01)
 
     def train(self, steps):

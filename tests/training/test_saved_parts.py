@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import optim
@@ -222,7 +223,7 @@ def save_in_forks(rank, size, store, options):
     for forks in (True, False):
         model = flattened(group)
         if options is not None:
-            model = pycomm.DataParallel(make_model(), group=group, **options)
+            model = data_parallel(make_model(), group=group, **options)
         optimizer, expected = train_and_copy(model)
         states = list(map(in_lists, optimizer.state.values()))
         saving = Saving(model, optimizer, f"{store}.{rank}") if forks else None

@@ -48,7 +48,7 @@ def wrap(net, group, mode):
     if mode == "local_sgd":
         optimizer = pycomm.optim.FusedAdamW(net.parameters(), 1e-2)
         local = hooks.LocalSGDState(net.named_parameters(), optimizer, period=3, group=group)
-        model = pycomm.DataParallel(net, local_sgd=local)
+        model = pycomm.DataParallel(net, state=local)
         return model, optimizer, local.step
     options = {
         "overlap": {"bucket_cap_mb": 0.001},

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from wrapping import data_parallel
 
 import pycomm
 from pycomm.optim import _checkpoint
@@ -65,7 +66,7 @@ class Net(nn.Module):
 def make(group, case, seed, shard="optimizer", **options):
     """A wrapped model and its optimizer, with two groups."""
     net = Net(seed).to(case.dtype)
-    model = pycomm.DataParallel(net, shard=shard, group=group, **options)
+    model = data_parallel(net, shard=shard, group=group, **options)
     named = dict(model.named_parameters())
     first = [named.pop("second.weight"), named.pop("scale")]
     groups = [{"params": first, "lr": 2e-3}, {"params": list(named.values())}]

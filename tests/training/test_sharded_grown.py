@@ -11,6 +11,7 @@ import sharding
 import torch
 from surviving import STEPS, Training, expect
 from torch import nn
+from wrapping import data_parallel
 
 import pycomm
 
@@ -290,7 +291,7 @@ def test_a_failed_step_without_replicas_is_noticed_on_all_ranks(world):
         training = Training(group)
         training.train(group.rank, range(1))
         if group.rank:
-            training.model._exchange.shards.guard.step_failed()
+            training.model._exchange.strategy.shards.guard.step_failed()
         assert group.should_commit()
         group.abort()
         with pytest.raises(RuntimeError, match="partly those of a step that has failed"):
@@ -313,9 +314,9 @@ def test_newcomers_with_other_options_are_refused(world, ours, theirs):
     def live(group):
         if group.rank:
             with pytest.raises(ValueError, match=r"rank 1 has .*, but rank 0 has"):
-                pycomm.DataParallel(nn.Linear(3, 3), group=group, **theirs)
+                data_parallel(nn.Linear(3, 3), group=group, **theirs)
         else:
-            model = pycomm.DataParallel(nn.Linear(3, 3), group=smaller.groups[0], **ours)
+            model = data_parallel(nn.Linear(3, 3), group=smaller.groups[0], **ours)
             with pytest.raises(pycomm.CollectiveError, match=r"rank 1 has .*, but rank 0 has"):
                 model.regroup(group)
 
@@ -334,7 +335,7 @@ def test_what_cannot_grow_says_so_on_all_ranks(world):
             return
         own = smaller.groups[0]
         options = {"group": own, "shard": "optimizer"}
-        model = pycomm.DataParallel(nn.Linear(3, 3), shard_group=own, **options)
+        model = data_parallel(nn.Linear(3, 3), shard_group=own, **options)
         with pytest.raises(ValueError, match="shard_group must be None"):
             model.regroup(group)
         with pytest.raises(ValueError, match="replicas=2 needs ranks that are processes"):

@@ -12,6 +12,7 @@ import sharding
 import torch
 from surviving import STEPS, Training, common_end, expect
 from torch import nn
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import optim
@@ -250,7 +251,7 @@ def test_only_the_step_that_failed_is_undone():
 
     def live(group):
         net = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
-        model = pycomm.DataParallel(net, group=group, shard="optimizer", replicas=2)
+        model = data_parallel(net, group=group, shard="optimizer", replicas=2)
         counts, fails = (optim.FusedAdamW(layer.parameters(), lr=0.1) for layer in net)
 
         def backward():
@@ -290,7 +291,7 @@ def test_means_of_undone_steps_go_into_the_residuals(steps):
 
     def live(group):
         net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-        model = pycomm.DataParallel(
+        model = data_parallel(
             net, group=group, compression=pycomm.TopK(density=0.1), shard="optimizer", replicas=2
         )
         first, second = (optim.FusedAdamW(layer.parameters()) for layer in net)
@@ -340,7 +341,7 @@ def test_a_failed_step_beside_states_without_replicas_is_not_undone_by_half(monk
     net = nn.Sequential(nn.Linear(70, 70), nn.Linear(70, 70))
 
     def live(group):
-        model = pycomm.DataParallel(copy.deepcopy(net), group=group, shard="optimizer", replicas=2)
+        model = data_parallel(copy.deepcopy(net), group=group, shard="optimizer", replicas=2)
         fails, waits = (optim.FusedAdamW(layer.parameters()) for layer in model.module)
         model(torch.ones(1, 70)).sum().backward()
         for one in (fails, waits):
@@ -393,23 +394,41 @@ def test_ranks_with_different_states_are_told():
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "error", "complaint"),
     [
-        ({"replicas": 2}, "must come with shard"),
-        ({"replicas": 3, "shard": "optimizer"}, "replicas must be 1 or 2, got 3"),
+        ({"stage": "parameters"}, ValueError, "stage must be 'optimizer' or 'gradients', got 'par"),
+        ({"replicas": 3}, ValueError, "replicas must be 1 or 2, got 3"),
+        ({"group": 0}, TypeError, "group must be a pycomm.Group or None, got 0"),
     ],
 )
-def test_options(options, complaint):
-    with pycomm.LocalWorld(1) as world, pytest.raises(ValueError, match=complaint):
-        pycomm.DataParallel(nn.Linear(2, 2), group=world.groups[0], **options)
+def test_options(options, error, complaint):
+    with pytest.raises(error, match=complaint):
+        pycomm.Sharding(**{"stage": "optimizer", **options})
+
+
+@pytest.mark.parametrize("shard", ["parameters", True, 2])
+def test_the_wrapper_names_what_shard_may_be(shard):
+    with (
+        pycomm.LocalWorld(1) as world,
+        pytest.raises(
+            ValueError, match=f"shard must be None, .* or a pycomm.Sharding, got {shard!r}"
+        ),
+    ):
+        pycomm.DataParallel(nn.Linear(2, 2), group=world.groups[0], shard=shard)
+
+
+@pytest.mark.parametrize(
+    "option", ["local_sgd", "exclude", "feedback", "warmup_steps", "replicas", "publish"]
+)
+def test_options_that_have_moved_are_named_with_their_place(option):
+    with pytest.raises(TypeError, match=rf"DataParallel\(\) has no {option} any more: give"):
+        pycomm.DataParallel(nn.Linear(2, 2), **{option: None})
 
 
 def test_what_has_no_replicas():
     def wrap(group, **options):
         with pytest.raises(ValueError, match="replicas=2 needs"):
-            pycomm.DataParallel(
-                nn.Linear(2, 2), group=group, shard="optimizer", replicas=2, **options
-            )
+            data_parallel(nn.Linear(2, 2), group=group, shard="optimizer", replicas=2, **options)
         return True
 
     with pycomm.LocalWorld(2, nodes=[1, 1]) as world:

@@ -5,6 +5,7 @@ import time
 import helpers
 import pytest
 import torch
+from wrapping import data_parallel
 
 import pycomm
 from pycomm.stats import make_stats
@@ -76,7 +77,7 @@ class Layers(torch.nn.Module):
 def train(group, slow, compression, wrap):
     module = Layers()
     if wrap:
-        model = pycomm.DataParallel(
+        model = data_parallel(
             module, group=group, compression=compression, bucket_cap_mb=0.2, feedback=False
         )
     else:

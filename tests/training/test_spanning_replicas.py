@@ -9,6 +9,7 @@ import spanning
 import torch
 from losing import MASTER, REMAINDER, after, check, survive
 from torch import nn
+from wrapping import data_parallel
 
 import pycomm
 from pycomm import optim
@@ -96,7 +97,7 @@ def train_with_two_optimizers(group, dies):
     for parameter in net.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=rng) / 8)
     options = {"bucket_cap_mb": 0.01, "replicas": 2 if dies else 1}
-    model = pycomm.DataParallel(net, group=group, shard="optimizer", **options)
+    model = data_parallel(net, group=group, shard="optimizer", **options)
     counts, fails = (optim.FusedAdamW(layer.parameters(), lr=0.1) for layer in net)
     for number in range(2):
         model.zero_grad()

@@ -194,7 +194,7 @@ def learn(
             *(named, optimizer), period=1, compression=setting.compression, group=group,
             gradient_steps=dense, local_residuals=True,
         )  # fmt: skip
-        model = pycomm.DataParallel(task.model, local_sgd=local)
+        model = pycomm.DataParallel(task.model, state=local)
         factor = recipe.factor(group.size)
     else:
         model = pycomm.DataParallel(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from wrapping import data_parallel
 
 import pycomm
 from convergence.tasks import TASKS
@@ -140,7 +141,7 @@ def parallelise(model: nn.Module, plan: Plan) -> tuple[nn.Module, hooks.CommStat
     sparse = isinstance(compression, pycomm.TopK)
     options: dict[str, Any] = {"warmup_steps": int(DENSE * plan.steps) if sparse else 0}
     if plan.front == "wrapper":
-        wrapped = pycomm.DataParallel(model, compression=compression, feedback=feedback, **options)
+        wrapped = data_parallel(model, compression=compression, feedback=feedback, **options)
         return wrapped, wrapped.comm_state
     made = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if plan.front == "plain":

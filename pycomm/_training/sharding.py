@@ -1,0 +1,417 @@
+"""The wrapper's strategies that divide optimizer states, or gradients too, among ranks.
+
+A step of a fused optimizer updates its rank's share of the parameters and writes the new ones to
+all ranks. shards.py cuts parameters into shares; this file decides who averages their gradients:
+
+- ranks on one node, without compression: the step itself, where it reads gradients anyway;
+- ranks on several nodes: a reduce-scatter in backward, which gives each owner its averages;
+- otherwise the wrapper's state, as without shards;
+- with divided gradients: a reduce-scatter from three slots, so that no rank keeps whole gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pycomm._init import check_group
+from pycomm._runtime.ranges import record_range
+from pycomm._training import step_guard
+from pycomm._training.buckets import Bucket, bucket_limit, gradient_memory, no_memory
+from pycomm._training.comm_state import CommState
+from pycomm._training.exchange import dense_wire_bytes, launching
+from pycomm._training.flat import Memory, home_of
+from pycomm._training.grad_shards import GradShardBuffers
+from pycomm._training.internode_shards import BucketReduceScatter, InternodeShards
+from pycomm._training.parameters import common_parameters, part_of
+from pycomm._training.shards import Shards
+from pycomm._training.strategy import Strategy
+from pycomm.compression import Compression, check_lossy_once
+
+if TYPE_CHECKING:
+    from pycomm._training.buckets import WeightedMean
+    from pycomm._training.hook_state import HookState
+    from pycomm.group import Group
+
+STAGES = ("optimizer", "gradients")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What :class:`pycomm.DataParallel` divides among ranks, and how.
+
+    .. code-block:: python
+
+        model = pycomm.DataParallel(model, shard=pycomm.Sharding("optimizer", replicas=2))
+
+    Args:
+        stage: ``"optimizer"`` or ``"gradients"``; see `shard` of :class:`pycomm.DataParallel`.
+        group: the ranks that divide the states; by default the wrapper's. With the ranks of this
+            node, each node divides them anew, and only gradients are sent between nodes.
+        replicas: 2 keeps two copies of the optimizer's states, so that training goes on when ranks
+            are lost: a step then counts on all ranks or on none, and
+            :meth:`pycomm.DataParallel.regroup` restores all states. Between nodes, every step sends
+            a rank's states to another node, so that a whole node may be lost; that needs processes.
+            CPU only.
+        publish: compression of the parameters' changes that the owners of a share send to other
+            nodes: :class:`Int8`, :class:`Cast` or :class:`Identity`. By default they send the
+            parameters. On one node it has no effect.
+
+    Raises:
+        ValueError, TypeError: an argument is not as described.
+    """
+
+    stage: str
+    group: Group | None = None
+    replicas: int = 1
+    publish: Compression | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise ValueError(f"stage must be 'optimizer' or 'gradients', got {self.stage!r}")
+        check_group(self.group)
+        if self.replicas not in (1, 2):
+            raise ValueError(f"replicas must be 1 or 2, got {self.replicas!r}")
+        check_lossy_once("publish", self.publish)
+
+
+def sharding_of(shard: object) -> Sharding:
+    """The sharding for the wrapper's option `shard`."""
+    if isinstance(shard, Sharding):
+        return shard
+    if isinstance(shard, str) and shard in STAGES:
+        return Sharding(shard)
+    raise ValueError(
+        f"shard must be None, 'optimizer', 'gradients' or a pycomm.Sharding, got {shard!r}"
+    )
+
+
+# Whether a wrapper can shard.
+
+
+def check_sharding(
+    module: nn.Module,
+    exchanged: Sequence[torch.Tensor],
+    state: HookState,
+    group: Group,
+    sharding: Sharding,
+) -> None:
+    """Checks that a wrapper can shard, or that it can go on with another group.
+
+    Args:
+        module: the module.
+        exchanged: those of its parameters that the wrapper exchanges.
+        state: the wrapper's state.
+        group: its group, or the other one.
+        sharding: what it divides.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if state.averages_parameters:
+        raise ValueError("shard must be None with local SGD, whose ranks step on their own")
+    for name, parameter in common_parameters(module):
+        if home_of(parameter) is not None and part_of(parameter) is None:
+            raise ValueError(f"shard flattens parameters itself, got {name} that was flattened")
+    divides = group if sharding.group is None else sharding.group
+    _check_device(exchanged, divides)
+    assert isinstance(state, CommState)
+    plain = state.compression is None and divides is group
+    if sharding.stage == "gradients" and not plain:
+        raise ValueError(
+            "shard='gradients' takes no compression and no group of its own: use "
+            "shard='optimizer' with these"
+        )
+    if sharding.replicas == 2:
+        _check_replicas(module, divides, sharding)
+
+
+def _check_replicas(module: nn.Module, group: Group, sharding: Sharding) -> None:
+    """Raises ValueError if states cannot have replicas."""
+    cannot = {
+        "parameters on the CPU": any(
+            not parameter.is_cpu for _, parameter in common_parameters(module)
+        ),
+        "the wrapper's own group": sharding.group is not None,
+        "ranks that are processes, or a group on one node": not group._decides,
+    }
+    for wanted, missing in cannot.items():
+        if missing:
+            raise ValueError(f"replicas=2 needs {wanted}")
+
+
+def _check_device(parameters: Sequence[torch.Tensor], group: Group) -> None:
+    """Checks that a sharded step can run where the parameters lie.
+
+    Connects the group's CUDA side, if they lie on CUDA.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    devices = dict.fromkeys(parameter.device for parameter in parameters)
+    if len(devices) > 1 or not all(device.type in ("cpu", "cuda") for device in devices):
+        found = ", ".join(map(str, devices))
+        raise ValueError(f"shard needs parameters on the CPU or on one CUDA device, got {found}")
+    (device,) = devices or (torch.device("cpu"),)
+    if device.type == "cpu":
+        return
+    if len(group.nodes) > 1:
+        raise ValueError(
+            f"on CUDA, shard needs a group on one node, got {len(group.nodes)} nodes: give the "
+            'ranks of a node, as in shard=pycomm.Sharding("optimizer", group=node)'
+        )
+    side = group._cuda_side(device)
+    if side.transport == "pinned host memory":
+        raise ValueError(
+            "on CUDA, shard needs GPUs with access to each other's memory, and a pair of this "
+            "group's has none"
+        )
+    if side.shares_device:
+        raise ValueError(
+            "ranks that are threads must have a GPU each to share a model's shards, got "
+            f"{device} for all: autograd has one thread per device"
+        )
+
+
+# The strategies.
+
+
+def strategy_of(
+    sharding: Sharding, state: CommState, parameters: Sequence[torch.Tensor], bucket_bytes: float
+) -> ShardOptimizer:
+    """The strategy of a wrapper that shards."""
+    kind = ShardGradients if sharding.stage == "gradients" else ShardOptimizer
+    return kind(sharding, state, parameters, bucket_bytes)
+
+
+class ShardOptimizer(Strategy):
+    """Divides the optimizer's states among ranks.
+
+    Args:
+        sharding: what is divided.
+        state: see :class:`Strategy`.
+        parameters: see :class:`Strategy`.
+        bucket_bytes: the largest size of a bucket of several parameters.
+
+    Attributes:
+        shards: the division of the parameters.
+    """
+
+    state: CommState
+    shards: Shards
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        state: CommState,
+        parameters: Sequence[torch.Tensor],
+        bucket_bytes: float,
+    ) -> None:
+        self._sharding, self._limit = sharding, bucket_limit(parameters, bucket_bytes)
+        self._group = state.group if sharding.group is None else sharding.group
+        self._owns = self._group is state.group  # the ranks that exchange gradients divide states
+        self._scatter: BucketReduceScatter | None = None
+        super().__init__(state, parameters)
+
+    def _take_over(self, parameters: Sequence[torch.Tensor]) -> None:
+        memory, publish = self._memory(), self._sharding.publish
+        replicates = self._sharding.replicas > 1
+        if len(self._group.nodes) == 1:
+            self.shards = Shards(parameters, self._group, memory, replicates=replicates)
+        else:
+            if self._scatters():
+                self._scatter = BucketReduceScatter(self.state)
+            self.shards = InternodeShards(
+                parameters,
+                self._group,
+                memory or no_memory,
+                self._limit,
+                scatters=self._scatter is not None,
+                publish=publish,
+                replicates=replicates,
+            )
+        self.shards.exchange_group = self.state.group
+        self.layout = self.shards.layout
+
+    def _memory(self) -> Memory | None:
+        """Allocates memory for gradients; None leaves averaging to the step."""
+        if len(self._group.nodes) == 1 and self._owns and self.state.compression is None:
+            return None
+        return functools.partial(gradient_memory, self.state.group)
+
+    def _scatters(self) -> bool:
+        """True if backward averages gradients at their owners only, between nodes."""
+        encoded = self._sharding.publish is not None and self.state.encodes_once
+        return self._owns and (self.state.compression is None or encoded)
+
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        """See :meth:`Strategy.prepare`."""
+        self.shards.assign(bucket.parameters for bucket in buckets)
+        if self._scatter is not None and isinstance(self.shards, InternodeShards):
+            self._scatter.place_residuals(self.shards.blocks.values())
+
+    # A backward.
+
+    def _start(self, bucket: Bucket, number: int) -> None:
+        if self._scatter is not None and isinstance(self.shards, InternodeShards):
+            with self._launching(bucket, number):
+                blocks = self.shards.blocks[id(bucket.parameters[0])]
+                self._scatter.start(blocks, bucket.parameters)
+        elif not self.shards.averages:
+            super()._start(bucket, number)
+
+    def _launching(self, bucket: Bucket, number: int) -> AbstractContextManager[object]:
+        """Surrounds the start of a bucket that the state does not start itself."""
+        model = self.state._parameters
+        return launching(self._group, number, bucket.flat, bucket.parameters, model)
+
+    def finish(self, buckets: Sequence[Bucket]) -> None:
+        """See :meth:`Strategy.finish`."""
+        super().finish(buckets)
+        began = time.perf_counter()
+        with record_range(self.state.group, "finish"):
+            sent, gathered = self._finish_own(buckets)
+        if self._leaves_parts:
+            waited = time.perf_counter() - began
+            wire = self.shards.wire_bytes(sent)
+            wire += dense_wire_bytes(gathered, self.state.group) // 2
+            self.state.count_step(sum(b.flat.nbytes for b in buckets), wire, waited)
+
+    def _finish_own(self, buckets: Sequence[Bucket]) -> tuple[int, int]:
+        """Waits for averages that the state does not make.
+
+        Returns:
+            The bytes of gradients that were sent, and of earlier averages that all ranks have got.
+        """
+        if self._scatter is not None:
+            return self._scatter.finish(), 0
+        return sum(bucket.flat.nbytes for bucket in buckets), 0
+
+    @property
+    def _leaves_parts(self) -> bool:
+        """True if this rank has no more than its part of the averages after a backward."""
+        return self.shards.leaves_local
+
+    def keep(
+        self, parameters: Iterable[torch.Tensor], unused: Set[int], bucket_of: dict[int, Bucket]
+    ) -> None:
+        """See :meth:`Strategy.keep`."""
+        parameters = list(parameters)
+        super().keep(parameters, unused, bucket_of)
+        if self.shards.leaves_local:
+            self.shards.note_backward(parameters)
+            self.shards.guard.await_step(parameters)
+
+    # What a backward leaves to a step.
+
+    def has_pending(self, parameters: Iterable[torch.Tensor], weighted: bool) -> bool:  # noqa: ARG002
+        """See :meth:`Strategy.has_pending`."""
+        return self.shards.has_pending(parameters)
+
+    def average(self, parameters: Iterable[torch.Tensor]) -> None:
+        """See :meth:`Strategy.average`."""
+        self.shards.average(parameters)
+
+    def average_noted(self, parameters: Iterable[torch.Tensor], weighted: bool) -> None:  # noqa: ARG002
+        """See :meth:`Strategy.average_noted`."""
+        self.shards.average(parameters, noted=True)
+
+    def forget_local(self, parameter: torch.Tensor) -> None:
+        """See :meth:`Strategy.forget_local`."""
+        self.shards.forget_local(parameter)
+
+    def keep_local(self, parameter: torch.Tensor) -> None:
+        """See :meth:`Strategy.keep_local`."""
+        self.shards.forget_dropped(parameter)
+        if self.state.group.size > 1:
+            step_guard.note(parameter, inside_no_sync=True)
+
+    # Parameters that only a step may change.
+
+    def check(self) -> None:
+        """See :meth:`Strategy.check`."""
+        self.shards.guard.check()
+
+    def sees_change(self) -> bool:
+        """See :meth:`Strategy.sees_change`."""
+        return self.shards.guard.sees_change()
+
+    def compare(self, takes_nan: bool = True) -> None:
+        """See :meth:`Strategy.compare`."""
+        self.shards.guard.compare(self.shards.buffers(), takes_nan)
+
+    def moved(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """See :meth:`Strategy.moved`."""
+        return self.shards.moved(parameters)
+
+
+class ShardGradients(ShardOptimizer):
+    """Divides gradients, too: each rank keeps its part of the averages."""
+
+    def _memory(self) -> Memory:
+        return no_memory
+
+    def _scatters(self) -> bool:
+        return False
+
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        """See :meth:`Strategy.prepare`."""
+        super().prepare(buckets)
+        self._own = GradShardBuffers(self.shards, buckets, int(self._limit))
+        self.shards.own_gradients = self._own
+
+    def begin(self, parameters: Iterable[torch.Tensor], noted: bool) -> None:
+        """See :meth:`Strategy.begin`."""
+        self._own.begin(parameters, noted)
+
+    @property
+    def sends_averages(self) -> bool:
+        """See :class:`Strategy`."""
+        return self._own.adds
+
+    def send(self, bucket: Bucket, number: int, weighing: WeightedMean | None) -> None:
+        """See :meth:`Strategy.send`."""
+        with self._launching(bucket, number):
+            self._own.send(bucket, weighing)
+
+    def _finish_own(self, buckets: Sequence[Bucket]) -> tuple[int, int]:
+        return sum(bucket.flat.nbytes for bucket in buckets), self._own.finish()
+
+    @property
+    def _leaves_parts(self) -> bool:
+        return True
+
+    def keep(
+        self,
+        parameters: Iterable[torch.Tensor],
+        unused: Set[int],
+        bucket_of: dict[int, Bucket],  # noqa: ARG002
+    ) -> None:
+        """See :meth:`Strategy.keep`."""
+        parameters, own = list(parameters), self._own
+        own.keep(p for p in parameters if id(p) not in unused or own.accumulates(p))
+        self.shards.guard.await_step(parameters)
+
+    def resume(self, parameters: Iterable[torch.Tensor]) -> None:
+        """See :meth:`Strategy.resume`."""
+        self._own.resume(parameters)
+
+    def has_pending(self, parameters: Iterable[torch.Tensor], weighted: bool) -> bool:
+        """See :meth:`Strategy.has_pending`: parts are added to, but weights scale gradients."""
+        return weighted and super().has_pending(parameters, weighted)
+
+    def average_noted(self, parameters: Iterable[torch.Tensor], weighted: bool) -> None:
+        """See :meth:`Strategy.average_noted`."""
+        if weighted:
+            super().average_noted(parameters, weighted)
+
+    def compare(self, takes_nan: bool = False) -> None:
+        """See :meth:`Strategy.compare`; a NaN may come from a stand-in."""
+        super().compare(takes_nan)
