@@ -179,6 +179,30 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert run_python(code).split() == ["1"]
 
 
+def test_the_first_use_may_have_any_defaults():
+    """What a context or a default changes for the caller does not stay in a module."""
+    code = (
+        ONE_RANK
+        + """
+torch.set_default_dtype(torch.float64)
+with torch.inference_mode(), torch.device("meta"):
+    group = pycomm.init()
+    from pycomm import *
+    hooks.LocalSGDState
+    optim.FusedAdamW
+torch.set_default_dtype(torch.float32)
+x = torch.ones(300)
+pycomm.compressed_all_reduce(x, pycomm.Int8())
+assert x.tolist() == [1.0] * 300
+model = pycomm.DataParallel(torch.nn.Linear(3, 2))
+optimizer = pycomm.optim.FusedAdamW(model.parameters())
+model(torch.ones(1, 3)).sum().backward()
+optimizer.step()
+"""
+    )
+    run_python(code)
+
+
 def test_objects_come_in_pickles_and_copies():
     """To a process that has not used their names."""
     code = """
