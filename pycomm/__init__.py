@@ -9,122 +9,62 @@
     pycomm.compressed_all_reduce(x, pycomm.Int8(), residual=state)
 """
 
-from typing import TYPE_CHECKING
-
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
-from pycomm import backend, exporters, hooks, ops, optim
-from pycomm._init import default_group, init, join, set_default_group
-from pycomm._retired import missing_attribute
-from pycomm._runtime import lifetime  # noqa: F401 - what it registers
-from pycomm._runtime.plan import Plan
-from pycomm._training.sharding import Sharding
-from pycomm._work import Work
-from pycomm.batches import even_batches
-from pycomm.block_collectives import all_to_all, gather, scatter
-from pycomm.collectives import (
-    all_gather,
-    all_reduce,
-    barrier,
-    broadcast,
-    reduce,
-    reduce_scatter,
-)
-from pycomm.compressed import compressed_all_reduce, compressed_reduce_scatter
-from pycomm.compression import Cast, Compression, Identity, Int8, TopK, parse_compression
-from pycomm.data_parallel import DataParallel
-from pycomm.errors import (
-    Aborted,
-    ArgumentError,
-    ArgumentTypeError,
-    CollectiveError,
-    GroupUnusable,
-    Mismatch,
-    NonFinite,
-    NotRecoverable,
-    PeerDied,
-    ProtocolError,
-    PycommError,
-    Timeout,
-)
-from pycomm.group import Group
-from pycomm.local_world import LocalWorld
-from pycomm.memory import MemoryReport, memory_report
-from pycomm.p2p import Request, irecv, isend, recv, send
-from pycomm.recovery import recover
-from pycomm.report import RankReport, RecordedOperation, Report
-from pycomm.sharing import share_state
-from pycomm.stats import OperationStats, RankTimes, Stats
-from pycomm.tracing import Trace, trace
+import pycomm_backend
+from pycomm import ops  # noqa: F401 - torch.compile and others look for its kernels
+from pycomm._lazy import lazy_names
+from pycomm._runtime import lifetime  # noqa: F401 - its exit handler comes after the program's own
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Aborted",
-    "ArgumentError",
-    "ArgumentTypeError",
-    "Cast",
-    "CollectiveError",
-    "Compression",
-    "DataParallel",
-    "Group",
-    "GroupUnusable",
-    "Identity",
-    "Int8",
-    "LocalWorld",
-    "MemoryReport",
-    "Mismatch",
-    "NonFinite",
-    "NotRecoverable",
-    "OperationStats",
-    "PeerDied",
-    "Plan",
-    "ProtocolError",
-    "PycommError",
-    "RankReport",
-    "RankTimes",
-    "RecordedOperation",
-    "Report",
-    "Request",
-    "Sharding",
-    "Stats",
-    "Timeout",
-    "TopK",
-    "Trace",
-    "Work",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "backend",
-    "barrier",
-    "broadcast",
-    "compressed_all_reduce",
-    "compressed_reduce_scatter",
-    "default_group",
-    "even_batches",
-    "exporters",
-    "gather",
-    "hooks",
-    "init",
-    "irecv",
-    "isend",
-    "join",
-    "memory_report",
-    "ops",
-    "optim",
-    "parse_compression",
-    "recover",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send",
-    "set_default_group",
-    "share_state",
-    "trace",
-]
+# Where names are defined; __init__.pyi tells type checkers the same.
+_HOMES = {
+    "pycomm._init": ("default_group", "init", "join", "set_default_group"),
+    "pycomm._runtime.plan": ("Plan",),
+    "pycomm._training.sharding": ("Sharding",),
+    "pycomm._work": ("Work",),
+    "pycomm.batches": ("even_batches",),
+    "pycomm.block_collectives": ("all_to_all", "gather", "scatter"),
+    "pycomm.collectives": (
+        "all_gather",
+        "all_reduce",
+        "barrier",
+        "broadcast",
+        "reduce",
+        "reduce_scatter",
+    ),
+    "pycomm.compressed": ("compressed_all_reduce", "compressed_reduce_scatter"),
+    "pycomm.compression": ("Cast", "Compression", "Identity", "Int8", "TopK", "parse_compression"),
+    "pycomm.data_parallel": ("DataParallel",),
+    "pycomm.errors": (
+        "Aborted",
+        "ArgumentError",
+        "ArgumentTypeError",
+        "CollectiveError",
+        "GroupUnusable",
+        "Mismatch",
+        "NonFinite",
+        "NotRecoverable",
+        "PeerDied",
+        "ProtocolError",
+        "PycommError",
+        "Timeout",
+    ),
+    "pycomm.group": ("Group",),
+    "pycomm.local_world": ("LocalWorld",),
+    "pycomm.memory": ("MemoryReport", "memory_report"),
+    "pycomm.p2p": ("Request", "irecv", "isend", "recv", "send"),
+    "pycomm.recovery": ("recover",),
+    "pycomm.report": ("RankReport", "RecordedOperation", "Report"),
+    "pycomm.sharing": ("share_state",),
+    "pycomm.stats": ("OperationStats", "RankTimes", "Stats"),
+    "pycomm.tracing": ("Trace", "trace"),
+}
+_MODULES = ("backend", "exporters", "hooks", "ops", "optim")
 
-if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+__all__ = sorted([*_MODULES, *(name for names in _HOMES.values() for name in names)])
 
-    def __getattr__(name: str) -> object:
-        raise missing_attribute(__name__, name)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+
+pycomm_backend.register()

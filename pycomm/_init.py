@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -23,15 +24,12 @@ from pycomm._inputs import (
     process_group_of,
     seconds,
 )
-from pycomm._nccl.connect import connect_nodes
-from pycomm._nccl.process_groups import has_nccl, subgroup_of
 from pycomm._retired import refuse_retired
 from pycomm._runtime import log, rendezvous
-from pycomm._runtime.cuda import DEFAULT_MAX_BLOCKS, join_processes
-from pycomm._runtime.grow import Address, Growth, enter, read_addresses
-from pycomm._runtime.torch_private import store_of
+from pycomm._runtime.torch_private import backends_of, store_of
 from pycomm.errors import CollectiveError
 from pycomm.group import (
+    DEFAULT_MAX_BLOCKS,
     DEFAULT_STAGING_BYTES,
     DEFAULT_TIMEOUT,
     Group,
@@ -44,6 +42,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pycomm._nccl.process_groups import InternodeProcessGroups
+    from pycomm._runtime.cuda import CudaSide
+    from pycomm._runtime.grow import Growth
     from pycomm._runtime.rendezvous import RendezvousResult
 
 TRANSPORTS = {"auto": 0, "gloo": 1}
@@ -129,6 +129,11 @@ def init(
     return _adopt(made)
 
 
+def has_nccl(group: dist.ProcessGroup) -> bool:
+    """True if the process group has NCCL for CUDA tensors, and this rank has a device."""
+    return backends_of(group).get("cuda") == "nccl" and torch.cuda.is_available()
+
+
 @dataclass(frozen=True)
 class _Options:
     """How to make a group, and those to which it shrinks.
@@ -189,6 +194,8 @@ def _join_nodes(
     Raises:
         pycomm.CollectiveError: a rank has died.
     """
+    from pycomm._nccl.connect import connect_nodes
+
     process_group = options.process_group
     assert process_group is not None, "a group that has grown has no NCCL"
     try:
@@ -221,16 +228,29 @@ def _connect_cuda(group: Group, options: _Options) -> None:
             raise RuntimeError("torch.distributed has no process group of a group that has grown")
         if group.size == dist.get_world_size(process_group):
             return process_group
+        from pycomm._nccl.process_groups import subgroup_of
+
         return subgroup_of(process_group, group.ranks, group.timeout)
 
-    blocks, heap = options.max_blocks, options.mine["settings"]["cuda_heap_bytes"]
-    group._join_cuda = lambda device: join_processes(group, device, members, blocks, heap)
+    def connect(device: torch.device) -> CudaSide:
+        from pycomm._runtime.cuda import join_processes
+
+        heap = options.mine["settings"]["cuda_heap_bytes"]
+        return join_processes(group, device, members, options.max_blocks, heap)
+
+    group._join_cuda = connect
 
 
 def _let_grow(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Options) -> None:
     """Lets newcomers join a group of processes that have introduced themselves."""
     rank, terms = group.rank, {"timeout": group.timeout, "max_blocks": options.max_blocks}
-    group._growth = Growth(everyone, terms, lambda members: _make_larger(members, rank, terms))
+
+    def make() -> Growth[Group]:
+        from pycomm._runtime.grow import Growth
+
+        return Growth(everyone, terms, lambda members: _make_larger(members, rank, terms))
+
+    group._make_growth = make
 
 
 def _make_larger(members: RendezvousResult, rank: int, terms: Mapping[str, Any]) -> Group:
@@ -263,6 +283,8 @@ def join(address: str | os.PathLike[str], timeout: float | timedelta | None = No
         pycomm.Timeout: the members have not let this process in.
         pycomm.CollectiveError: they could not, until the timeout.
     """
+    from pycomm._runtime.grow import Address, enter, read_addresses
+
     patience = seconds(timeout, DEFAULT_TIMEOUT)
     if isinstance(address, str):
         addresses = [Address.parse(address)]

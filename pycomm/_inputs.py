@@ -6,9 +6,9 @@ import functools
 import multiprocessing
 import numbers
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -307,6 +307,11 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (last + 1) * tensor.element_size()
+
+
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    """True for a list of tensors, as opposed to a tensor or an array."""
+    return isinstance(value, (list, tuple))
 
 
 # Converts arrays of other libraries to tensors that share their memory.

@@ -11,7 +11,6 @@ from pycomm._inputs import ALGORITHMS, OPS, TORCH_OPS
 from pycomm._runtime.c10d import tensor_reader
 from pycomm._runtime.log import DEBUG
 from pycomm._work import Work
-from pycomm.compression import Cast, Identity, Int8, TopK
 from pycomm.group import Group
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -22,7 +21,6 @@ _C.set_up_short_way(
     OPS | {torchs: OPS[name] for name, torchs in TORCH_OPS.items()},
     ALGORITHMS,
     Work,
-    (Cast, Identity, Int8, TopK),
     tensor_reader,
 )
 

@@ -10,7 +10,6 @@ from torch.autograd.graph import increment_version
 from pycomm import _C
 from pycomm._inputs import operation_of
 from pycomm._runtime import ranges
-from pycomm._runtime.cuda import HostMirror, fetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,7 +114,6 @@ class Work:
             keep_alive(self._core, self._tensors)
 
 
-@ranges.of_calls
 def launch(
     group: Group,
     collective: str,
@@ -130,12 +128,39 @@ def launch(
     written: bool = True,
     async_op: bool,
 ) -> Any:
-    """Runs or submits an operation on contiguous stand-ins for the tensors.
+    """Runs or submits an operation.
 
     Ranks compare `label` and `shape`, that of the tensor or of a rank's block. A
     rank that has no result passes its source again, with `written=False`; one that has no source
     passes its result.
     """
+    span = group._span
+    if span is not None and source.is_cuda and collective in span.collectives:
+        return span.collectives[collective](
+            span, source, result, op, algorithm=algorithm, root=root, async_op=async_op
+        )
+    return _launch(
+        group, collective, source, result, shape, op, label=label, algorithm=algorithm, root=root,
+        written=written, async_op=async_op,
+    )  # fmt: skip
+
+
+@ranges.of_calls
+def _launch(
+    group: Group,
+    collective: str,
+    source: torch.Tensor,
+    result: torch.Tensor,
+    shape: torch.Size,
+    op: str,
+    *,
+    label: str,
+    algorithm: str,
+    root: int,
+    written: bool,
+    async_op: bool,
+) -> Any:
+    """Runs or submits an operation on contiguous stand-ins for the tensors; see launch()."""
     if written:
         increment_version(result)  # autograd may have saved the old value
     dense_source, dense_result, finish = stand_ins(group, source, result)
@@ -174,6 +199,8 @@ def stand_ins(
     The function copies the result to `result` if it is not there already.
     """
     if group._stages(source.device):
+        from pycomm._runtime.cuda import HostMirror, fetch
+
         given = HostMirror(source)
         fetch(given)
         made = given if result is source else HostMirror(result)

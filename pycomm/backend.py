@@ -26,7 +26,7 @@ import pycomm_backend
 from pycomm._inputs import seconds
 from pycomm._runtime import c10d, internode, log
 from pycomm._runtime.failure_detector import monitored_barrier
-from pycomm._runtime.internode import Nodes
+from pycomm._runtime.lifetime import Nodes
 from pycomm._runtime.rendezvous import RendezvousResult, introduction, join
 from pycomm._runtime.subgroup import Subgroup
 from pycomm._runtime.torch_private import correct_shrunk_groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -19,6 +19,7 @@ from pycomm._inputs import (
     check_same_kind,
     check_tensor,
     check_written,
+    is_list,
     operation_of,
 )
 from pycomm._runtime import host, ranges
@@ -50,11 +51,6 @@ class BlockList:
         if self.listed:
             return 0, _C.Blocks(addresses, self.counts)
         return addresses[0], _C.Blocks([], self.counts) if self.counts else None
-
-
-def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    """True for a list of tensors, as opposed to a tensor or an array."""
-    return isinstance(value, (list, tuple))
 
 
 def listed(name: str, values: Sequence[Any], size: int, *, written: bool) -> BlockList:
@@ -153,6 +149,54 @@ def launch_blocks(
     group._core.run_call(call)
     finish()
     return None
+
+
+# Reduce-scatter and all-gather of lists (pycomm/collectives.py).
+
+
+def reduce_scatter_list(
+    group: Group, output: Any, given: Sequence[Any], op: str, label: str, async_op: bool
+) -> Any:
+    """:func:`pycomm.reduce_scatter` of a list with a tensor per rank."""
+    blocks = listed("input", given, group.size, written=False)
+    result = as_tensor("output", output, written=True)
+    check_written("output", result)
+    _check_own_block("output", result, "input", blocks, group.rank)
+    work = launch_blocks(
+        group, "reduce_scatter", blocks, BlockList([result]), result.shape, op,
+        label=label, async_op=async_op,
+    )  # fmt: skip
+    return work if async_op else output
+
+
+def all_gather_list(
+    group: Group, output: Sequence[Any], given: Any, label: str, async_op: bool
+) -> Any:
+    """:func:`pycomm.all_gather` to a list with a tensor per rank."""
+    blocks = listed("output", output, group.size, written=True)
+    source = as_tensor("input", given, written=False)
+    check_tensor("input", source)
+    _check_own_block("input", source, "output", blocks, group.rank)
+    work = launch_blocks(
+        group, "all_gather", BlockList([source]), blocks, source.shape,
+        label=label, async_op=async_op,
+    )  # fmt: skip
+    return work if async_op else output
+
+
+def _check_own_block(
+    name: str, own: torch.Tensor, list_name: str, blocks: BlockList, rank: int
+) -> None:
+    """Checks this rank's tensor against its block, and that no block overlaps it."""
+    block = f"{list_name}[{rank}]"
+    check_same_kind(name, own, f"{list_name}[0]", blocks.tensors[0])
+    if own.numel() != blocks.counts[rank]:
+        raise ValueError(
+            f"{name} must have as many elements as {block}, {blocks.counts[rank]}, got "
+            f"{own.numel()}"
+        )
+    for index, tensor in enumerate(blocks.tensors):
+        check_disjoint(name, own, f"{list_name}[{index}]", tensor)
 
 
 # The collectives that move a block per rank: gather, scatter and all-to-all.

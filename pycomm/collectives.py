@@ -17,20 +17,17 @@ from pycomm._inputs import (
     check_disjoint,
     check_like,
     check_rank,
-    check_same_kind,
     check_tensor,
     check_written,
+    is_list,
     operation_of,
     reduction,
 )
-from pycomm._nccl.collectives import launch
 from pycomm._runtime import ranges
 from pycomm._runtime.log import DEBUG, all_reduce_called, label_of
 from pycomm._short_way import short_way_first
-from pycomm._work import Work
-from pycomm.block_collectives import BlockList, is_list, launch_blocks, listed
+from pycomm._work import Work, launch
 from pycomm.group import Group
-from pycomm.recovery import Preserved
 
 
 @short_way_first
@@ -99,6 +96,8 @@ def all_reduce(
     given = tensor if out is None else out
     options: dict[str, Any] = {"op": op, "algorithm": algorithm, "label": label_of(tag)}
     if preserve:
+        from pycomm.recovery import Preserved
+
         contribution = source.detach().clone() if out is None else source.detach()
         kept = Preserved(group, "all_reduce", result, contribution, given, **options)
         return kept.start(source, async_op)
@@ -171,15 +170,9 @@ def reduce_scatter(
     op = reduction(op, OPS)
     label = label_of(tag)
     if is_list(input):
-        blocks = listed("input", input, group.size, written=False)
-        result = as_tensor("output", output, written=True)
-        check_written("output", result)
-        _check_own_block("output", result, "input", blocks, group.rank)
-        work = launch_blocks(
-            group, "reduce_scatter", blocks, BlockList([result]), result.shape, op,
-            label=label, async_op=async_op,
-        )  # fmt: skip
-        return work if async_op else output
+        from pycomm.block_collectives import reduce_scatter_list
+
+        return reduce_scatter_list(group, output, input, op, label, async_op)
     source, result = _source_and_result(output, input)
     check_blocks("input", source, "output", result, group.size)
     work = launch(
@@ -213,15 +206,9 @@ def all_gather(
     group = resolve_group(group)
     label = label_of(tag)
     if is_list(output):
-        blocks = listed("output", output, group.size, written=True)
-        source = as_tensor("input", input, written=False)
-        check_tensor("input", source)
-        _check_own_block("input", source, "output", blocks, group.rank)
-        work = launch_blocks(
-            group, "all_gather", BlockList([source]), blocks, source.shape,
-            label=label, async_op=async_op,
-        )  # fmt: skip
-        return work if async_op else output
+        from pycomm.block_collectives import all_gather_list
+
+        return all_gather_list(group, output, input, label, async_op)
     source, result = _source_and_result(output, input)
     check_blocks("output", result, "input", source, group.size)
     work = launch(group, "all_gather", source, result, source.shape, label=label, async_op=async_op)
@@ -257,6 +244,8 @@ def broadcast(
     check_rank("src", src, group.size)
     options: dict[str, Any] = {"root": src, "label": label_of(tag)}
     if preserve:
+        from pycomm.recovery import Preserved
+
         is_source = group.rank == src
         kept = Preserved(group, "broadcast", data, None, tensor, holds=is_source, **options)
         return kept.start(data, async_op)
@@ -293,18 +282,3 @@ def _source_and_result(output: Any, given: Any) -> tuple[torch.Tensor, torch.Ten
     check_tensor("input", source)
     check_disjoint("output", result, "input", source)
     return source, result
-
-
-def _check_own_block(
-    name: str, own: torch.Tensor, list_name: str, blocks: BlockList, rank: int
-) -> None:
-    """Checks this rank's tensor against its block, and that no block overlaps it."""
-    block = f"{list_name}[{rank}]"
-    check_same_kind(name, own, f"{list_name}[0]", blocks.tensors[0])
-    if own.numel() != blocks.counts[rank]:
-        raise ValueError(
-            f"{name} must have as many elements as {block}, {blocks.counts[rank]}, got "
-            f"{own.numel()}"
-        )
-    for index, tensor in enumerate(blocks.tensors):
-        check_disjoint(name, own, f"{list_name}[{index}]", tensor)

@@ -25,22 +25,21 @@ from pycomm._inputs import (
     operation_of,
     reduction,
 )
-from pycomm._nccl.collectives import NodeTopology, check_two_shot
-from pycomm._nccl.compressed import CodedCall, all_reduce
-from pycomm._nccl.reduce_scatter import reduce_scatter
-from pycomm._runtime.cuda import HostMirror, NonfiniteFlag, fetch
 from pycomm._runtime.log import DEBUG, all_reduce_called, label_of
 from pycomm._runtime.ranges import record_range
 from pycomm._short_way import short_way_first
 from pycomm._work import Work, dense_stand_ins, stand_ins
-from pycomm.compression import SMALLEST_BLOCK, Compression, TopK
+from pycomm.compression import SMALLEST_BLOCK, Cast, Compression, Identity, Int8, TopK
 from pycomm.errors import NonFinite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pycomm._nccl.compressed import Flow
+    from pycomm._runtime.cuda import NonfiniteFlag
     from pycomm.group import Group
+
+_C.set_compressions_of_short_way((Cast, Identity, Int8, TopK))
 
 # Prepared calls of compressed operations, and the handles of those under way.
 
@@ -79,6 +78,8 @@ class PreparedCall:
 
     def on_stream(self, group: Group, call: _C.Call, async_op: bool) -> Work | None:
         """Enqueues the call; waits for it only if strict."""
+        from pycomm._runtime.cuda import NonfiniteFlag
+
         side = group._cuda_side(self.source.device)
         flag = NonfiniteFlag(side.device, side.check) if async_op or self.strict else None
         side.run_bucket([call], self.tensors(), flag)
@@ -86,6 +87,9 @@ class PreparedCall:
 
     def on_span(self, group: Group, flow: Flow, async_op: bool) -> Work | None:
         """Enqueues the flow of the call over NCCL; waits for it only if strict."""
+        from pycomm._nccl.collectives import NodeTopology
+        from pycomm._runtime.cuda import NonfiniteFlag
+
         span = group._span
         assert span is not None
         device = self.source.device
@@ -236,6 +240,8 @@ def compressed_all_reduce(
     increment_version([result, *(t for t in (kept, speed) if t is not None)])
     spans = group._spans(source.device)
     if spans:
+        from pycomm._nccl.collectives import check_two_shot
+
         check_two_shot(algorithm)
     made = dense_stand_ins(source, result) if spans else stand_ins(group, source, result)
     dense, dense_result, put_result = made
@@ -250,6 +256,8 @@ def compressed_all_reduce(
     call = PreparedCall(dense, dense_result, (result, *state), finish, strict)
     run: Callable[[], Work | None]
     if spans:
+        from pycomm._nccl.compressed import CodedCall, all_reduce
+
         coded = CodedCall(
             dense.view(-1),
             dense_result.view(-1),
@@ -367,6 +375,9 @@ def compressed_reduce_scatter(
     call = PreparedCall(dense, dense_result, (result, *state), finish, strict)
     run: Callable[[], Work | None]
     if spans:
+        from pycomm._nccl.compressed import CodedCall
+        from pycomm._nccl.reduce_scatter import reduce_scatter
+
         coded = CodedCall(
             dense.view(-1), dense_result.view(-1), compression, op, step, offset,
             None if kept is None else kept.view(-1),
@@ -403,14 +414,18 @@ def _state_stand_ins(
     group: Group, state: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Callable[[], None]]:
     """Like stand_ins(), for tensors that are both read and written."""
-    staged = [HostMirror(tensor) for tensor in state if group._stages(tensor.device)]
+    if not (state and group._stages(state[0].device)):
+        return state, _nothing
+    from pycomm._runtime.cuda import HostMirror, fetch
+
+    staged = [HostMirror(tensor) for tensor in state]
     fetch(*staged)
 
     def put_back() -> None:
         for stand_in in staged:
             stand_in.put_back()
 
-    return [stand_in.host for stand_in in staged] or state, put_back
+    return [stand_in.host for stand_in in staged], put_back
 
 
 def _check_options(

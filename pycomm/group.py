@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -13,15 +14,10 @@ import torch
 
 from pycomm import _C
 from pycomm._inputs import check_dtype, seconds
-from pycomm._nccl.process_groups import InternodeProcessGroups
 from pycomm._runtime import host, log
-from pycomm._runtime.internode import Nodes
-from pycomm._runtime.lifetime import OpenGroups
-from pycomm._runtime.plan import Plan, make_cuda_plan, make_plan, make_spanning_plan
-from pycomm._runtime.shrink import Survivors
+from pycomm._runtime.lifetime import Nodes, OpenGroups, open_groups
 from pycomm.errors import GroupUnusable, Timeout
 from pycomm.report import Report, make_report
-from pycomm.stats import Stats, make_stats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,18 +25,23 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
+    from pycomm._nccl.process_groups import InternodeProcessGroups
     from pycomm._runtime.cuda import CudaSide
     from pycomm._runtime.grow import Growth
+    from pycomm._runtime.plan import Plan
     from pycomm._runtime.rendezvous import RendezvousResult
+    from pycomm._runtime.shrink import Survivors
     from pycomm._runtime.sockets import Alarm, Listener
+    from pycomm.stats import Stats
 
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_STAGING_BYTES = 2 << 20
+DEFAULT_MAX_BLOCKS = 32
 _PATIENCE_WITH_NEWCOMERS = 30.0
 when_replaced: list[Callable[[Any, Any], None]] = []  # called with the old and the new group
 
 _names = itertools.count()
-_open_groups: OpenGroups[Group] = OpenGroups()
+_open_groups: OpenGroups[Group] = open_groups
 
 
 class Group:
@@ -116,7 +117,9 @@ class Group:
         self._succession: Callable[[Group, Group], None] | None = None  # called by shrink()
         self._survivors: Survivors[Group] | None = None  # if the group has spanned nodes
         self._meets_survivors = False  # in shrink()
-        self._growth: Growth[Group] | None = None  # if the ranks are processes
+        self._make_growth: Callable[[], Growth[Group]] | None = None  # if the ranks are processes
+        self._growth: Growth[Group] | None = None  # once it is needed
+        self._needing_growth = threading.Lock()
         self._unresponsive = -1  # the rank that has ended the group because it did not answer
         self._ended_by = 0  # the abort word
         self._decides = len(self.nodes) == 1  # False for threads with simulated nodes
@@ -213,6 +216,8 @@ class Group:
         Returns:
             The algorithm, its steps and bytes; ``print`` shows a table.
         """
+        from pycomm._runtime.plan import make_cuda_plan, make_plan, make_spanning_plan
+
         check_dtype("dtype", dtype)
         if len(self.nodes) > 1:
             return make_spanning_plan(
@@ -268,6 +273,8 @@ class Group:
             ValueError: `since` is of another rank or group.
             pycomm.GroupUnusable: the group is closed.
         """
+        from pycomm.stats import make_stats
+
         stats = make_stats(self._core.statistics(), self.rank, self.size)
         return stats if since is None else stats.since(since)
 
@@ -455,6 +462,9 @@ class Group:
         Returns:
             This group.
         """
+        # Now, because after a failure modules may lie on a file system that is out of reach.
+        from pycomm._runtime.shrink import Survivors
+
         self._decides = True
         self._survivors = Survivors(
             listener,
@@ -479,7 +489,7 @@ class Group:
         learn the address in :meth:`grow`; before, it is None there. The secret admits processes of
         the same user, so keep it from others.
         """
-        growth: Growth[Any] | None = self._growth
+        growth = self._growing()
         if growth is None:
             return None
         growth.open(self)
@@ -515,7 +525,7 @@ class Group:
         """
         patience = seconds(timeout, min(self.timeout, _PATIENCE_WITH_NEWCOMERS))
         self._core.check_usable()
-        growth = self._growth
+        growth = self._growing()
         if growth is None:
             raise ValueError("group must be one of processes that pycomm.init made, to grow")
         larger = growth.grow(self, patience)
@@ -529,9 +539,16 @@ class Group:
                 return larger.shrink()
         return larger
 
+    def _growing(self) -> Growth[Group] | None:
+        """This rank's part in growing; None if the ranks are threads."""
+        with self._needing_growth:
+            if self._growth is None and self._make_growth is not None:
+                self._growth = self._make_growth()
+            return self._growth
+
     def _hand_on_to(self, successor: Group) -> None:
-        if self._growth is not None and successor._growth is not None:
-            successor._growth.inherit(self._growth)
+        if self._growth is not None and (growing := successor._growing()) is not None:
+            growing.inherit(self._growth)
         for go_on in when_replaced:
             go_on(self, successor)
 
@@ -671,11 +688,6 @@ def make_group(
         made, members.cores, "NCCL for cuda, Gloo for the rest" if members.nccl else "Gloo"
     )
     return made
-
-
-def find_group(name: str) -> Group:
-    """The group with this name; for operators, which cannot take objects."""
-    return _open_groups.find(name)
 
 
 def _no_cuda(device: torch.device) -> CudaSide:

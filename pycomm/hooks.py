@@ -12,17 +12,20 @@ the same bits on every rank, whatever the buckets. ``backward()`` raises errors 
 """
 
 # DistributedDataParallel compares hooks' annotations as objects: they must not become strings.
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.futures import Future
 
+from pycomm._lazy import lazy_names
 from pycomm._runtime.torch_private import GradBucket
 from pycomm._training.comm_state import CommState, NamedParameters
 from pycomm._training.hook_state import HookState, comm_hook
-from pycomm._training.local_sgd import LocalSGDState
 from pycomm.compression import Int8, TopK
 from pycomm.group import Group
+
+if TYPE_CHECKING:
+    from pycomm._training.local_sgd import LocalSGDState
 
 __all__ = [
     "AllReduceState",
@@ -36,6 +39,9 @@ __all__ = [
     "local_sgd_hook",
     "topk_hook",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, {"pycomm._training.local_sgd": ["LocalSGDState"]})
 
 
 class AllReduceState(CommState):
@@ -115,8 +121,10 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> Future[torch.Tensor]:
     return comm_hook(state, bucket)
 
 
-def local_sgd_hook(state: LocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+def local_sgd_hook(state: "LocalSGDState", bucket: GradBucket) -> Future[torch.Tensor]:
     """Does not exchange gradients, except in the state's warm-up or in its inner group."""
+    from pycomm._training.local_sgd import LocalSGDState
+
     _check_pair("local_sgd_hook", LocalSGDState, state)
     return comm_hook(state, bucket)
 

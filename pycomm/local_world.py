@@ -17,8 +17,8 @@ import torch
 from pycomm import _C
 from pycomm._inputs import seconds
 from pycomm._runtime import log
-from pycomm._runtime.cuda import DEFAULT_MAX_BLOCKS, LocalDevices
-from pycomm._runtime.internode import Nodes
+from pycomm._runtime.cuda import LocalDevices
+from pycomm._runtime.lifetime import Nodes
 from pycomm._runtime.rendezvous import slice_bytes
 from pycomm._runtime.threads import start_thread
 from pycomm._runtime.turns import (
@@ -28,7 +28,7 @@ from pycomm._runtime.turns import (
     sharing_generators,
     taking_turns,
 )
-from pycomm.group import DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group
+from pycomm.group import DEFAULT_MAX_BLOCKS, DEFAULT_STAGING_BYTES, DEFAULT_TIMEOUT, Group
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -24,6 +24,7 @@ others raise ValueError if the tensor requires grad.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,13 +32,13 @@ from torch.autograd.graph import increment_version
 
 from pycomm import _C  # noqa: F401 - registers the operations
 from pycomm._inputs import check_no_gradient, has_tangent, needs_gradient
+from pycomm._runtime.lifetime import open_groups
 from pycomm._runtime.torch_private import after_autograd_keys
-from pycomm.compressed import compressed_all_reduce
-from pycomm.compression import parse_compression
-from pycomm.group import find_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from pycomm.compression import Compression
 
 _library = torch.library.Library("pycomm", "IMPL")
 _ops = torch.ops.pycomm
@@ -177,9 +178,11 @@ def _compressed_all_reduce(
     strict: bool,
     group: str,
 ) -> None:
+    from pycomm.compressed import compressed_all_reduce
+
     compressed_all_reduce(
         tensor,
-        parse_compression(compression),
+        _parse(compression),
         residual=residual,
         velocity=velocity,
         op=op,
@@ -187,16 +190,23 @@ def _compressed_all_reduce(
         step=step,
         offset=offset,
         strict=strict,
-        group=find_group(group),
+        group=open_groups.find(group),
     )
 
 
+@functools.lru_cache
+def _parse(compression: str) -> Compression:
+    from pycomm.compression import parse_compression
+
+    return parse_compression(compression)
+
+
 def _encode(x: torch.Tensor, compression: str, step: int, offset: int) -> torch.Tensor:
-    return parse_compression(compression).encode(x, step=step, offset=offset)
+    return _parse(compression).encode(x, step=step, offset=offset)
 
 
 def _decode(wire: torch.Tensor, compression: str, n: int, dtype: torch.dtype) -> torch.Tensor:
-    return parse_compression(compression).decode(wire, n, dtype=dtype)
+    return _parse(compression).decode(wire, n, dtype=dtype)
 
 
 for _name, _kernel in (
@@ -216,7 +226,7 @@ def _(*args: object) -> None:
 
 @torch.library.register_fake("pycomm::encode", lib=_compressed_library)
 def _(x: torch.Tensor, compression: str, step: int, offset: int) -> torch.Tensor:  # noqa: ARG001
-    nbytes = parse_compression(compression).encoded_bytes(x.numel(), x.dtype, step=step)
+    nbytes = _parse(compression).encoded_bytes(x.numel(), x.dtype, step=step)
     return x.new_empty(nbytes, dtype=torch.uint8)
 
 

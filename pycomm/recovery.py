@@ -26,9 +26,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from pycomm._init import resolve_group
-from pycomm._nccl.collectives import launch
 from pycomm._runtime import host
-from pycomm._work import Work
+from pycomm._work import Work, launch
 from pycomm.errors import CollectiveError, GroupUnusable, Mismatch, NotRecoverable, PycommError
 
 if TYPE_CHECKING:

@@ -194,9 +194,9 @@ struct Ours {
   PyObject* ops;     // numbers of names and of torch's constants
   PyObject* algorithms;
   PyObject* work_type;
-  PyObject* compressions;  // a tuple of pycomm's own classes
 };
 Ours ours;
+PyObject* own_compressions;  // a tuple of classes: set once, with the compressed operations
 
 // Interned names, as those in source code are.
 struct Names {
@@ -444,8 +444,8 @@ std::optional<Codec> codec_of(PyObject* compression, const Tensors& tensors, std
 
 bool is_own_compression(PyObject* compression) {
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(compression));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ours.compressions); ++i) {
-    if (PyTuple_GET_ITEM(ours.compressions, i) == type) return true;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(own_compressions); ++i) {
+    if (PyTuple_GET_ITEM(own_compressions, i) == type) return true;
   }
   return false;
 }
@@ -603,16 +603,18 @@ py::object short_way_first(const py::object& whole_way, const std::string& doc) 
 }  // namespace
 
 void bind_fast_call(py::module_& m) {
-  m.def("set_up_short_way", [](py::object group_type, py::dict module, py::dict ops,
-                               py::dict algorithms, py::object work_type, py::tuple compressions,
-                               const py::object& reader) {
-    set_tensor_reader(reader);
-    const auto interned = [](const char* text) { return PyUnicode_InternFromString(text); };
-    names = {interned("_default"), interned("_short_way"), interned("dtype"),
-             interned("codec"),    interned("momentum"),   interned("seed")};
-    ours = {group_type.release().ptr(), module.release().ptr(),    ops.release().ptr(),
-            algorithms.release().ptr(), work_type.release().ptr(), compressions.release().ptr()};
-  });
+  m.def("set_up_short_way",
+        [](py::object group_type, py::dict module, py::dict ops, py::dict algorithms,
+           py::object work_type, const py::object& reader) {
+          set_tensor_reader(reader);
+          const auto interned = [](const char* text) { return PyUnicode_InternFromString(text); };
+          names = {interned("_default"), interned("_short_way"), interned("dtype"),
+                   interned("codec"),    interned("momentum"),   interned("seed")};
+          ours = {group_type.release().ptr(), module.release().ptr(), ops.release().ptr(),
+                  algorithms.release().ptr(), work_type.release().ptr()};
+        });
+  m.def("set_compressions_of_short_way",
+        [](py::tuple compressions) { own_compressions = compressions.release().ptr(); });
   m.def("short_way_first", &short_way_first);
 }
 

@@ -22,7 +22,12 @@ from pycomm._work import Work, dense_stand_ins
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pycomm._nccl.process_groups import InternodeProcessGroups, StripePeers, Transfer
+    from pycomm._nccl.process_groups import (
+        Collective,
+        InternodeProcessGroups,
+        StripePeers,
+        Transfer,
+    )
     from pycomm.group import Group
 
 # What operations that span nodes have in common: their ranks and their tiles.
@@ -226,43 +231,6 @@ def rounded(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 _TILE_BYTES = 4 << 20  # of one stripe
 
 
-def launch(
-    group: Group,
-    collective: str,
-    source: torch.Tensor,
-    result: torch.Tensor,
-    shape: torch.Size,
-    op: str = "sum",
-    *,
-    label: str,
-    algorithm: str = "two_shot",
-    root: int = 0,
-    written: bool = True,
-    async_op: bool,
-) -> Any:
-    """Runs an operation over NCCL if the group has it and the tensors lie on a CUDA device.
-
-    The arguments are those of :func:`pycomm._work.launch`, which runs all others.
-    """
-    span = group._span
-    if span is None or not source.is_cuda or collective not in _FLOWS:
-        return _work.launch(
-            group, collective, source, result, shape, op, label=label, algorithm=algorithm,
-            root=root, written=written, async_op=async_op,
-        )  # fmt: skip
-    check_two_shot(algorithm)
-    operation_of(collective, algorithm, source.dtype, op, root)  # refuses what the dtype lacks
-    increment_version(result)
-    given, made, finish = dense_stand_ins(source, result)
-    if given.numel():
-        flat = given.view(-1)
-        flat_result = flat if made is given else made.view(-1)
-        exchange = NcclExchange(NodeTopology(span, source.device), flat, flat_result, op, root)
-        span.enqueue(source.device, lambda: _FLOWS[collective](exchange), (given, made))
-    finish()
-    return Work(None) if async_op else result
-
-
 @dataclass(frozen=True)
 class NcclExchange:
     """One collective on flat tensors."""
@@ -330,11 +298,43 @@ class NcclExchange:
             data.copy_(whole[: data.numel()])
 
 
-_FLOWS: dict[str, Callable[[NcclExchange], None]] = {
-    "all_reduce": NcclExchange.all_reduce,
-    "reduce_scatter": NcclExchange.reduce_scatter,
-    "all_gather": NcclExchange.all_gather,
-    "broadcast": NcclExchange.broadcast,
+def spanning_mean(tensor: torch.Tensor, between: NodeTopology, _: int) -> None:
+    """Averages a part of a bucket in place."""
+    NcclExchange(between, tensor, tensor, "avg", 0).all_reduce()
+
+
+def _enqueued(collective: str, flow: Callable[[NcclExchange], None]) -> Collective:
+    def run(
+        span: InternodeProcessGroups,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        op: str,
+        *,
+        algorithm: str,
+        root: int,
+        async_op: bool,
+    ) -> Any:
+        check_two_shot(algorithm)
+        operation_of(collective, algorithm, source.dtype, op, root)  # refuses what the dtype lacks
+        increment_version(result)
+        given, made, finish = dense_stand_ins(source, result)
+        if given.numel():
+            flat = given.view(-1)
+            flat_result = flat if made is given else made.view(-1)
+            exchange = NcclExchange(NodeTopology(span, source.device), flat, flat_result, op, root)
+            span.enqueue(source.device, lambda: flow(exchange), (given, made))
+        finish()
+        return Work(None) if async_op else result
+
+    return run
+
+
+# What pycomm._work.launch() runs over NCCL; other collectives go through host memory.
+COLLECTIVES: dict[str, Collective] = {
+    "all_reduce": _enqueued("all_reduce", NcclExchange.all_reduce),
+    "reduce_scatter": _enqueued("reduce_scatter", NcclExchange.reduce_scatter),
+    "all_gather": _enqueued("all_gather", NcclExchange.all_gather),
+    "broadcast": _enqueued("broadcast", NcclExchange.broadcast),
 }
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -424,6 +424,11 @@ def all_reduce(between: NodeTopology, looks: bool, call: CodedCall) -> torch.Ten
         return None
     seen = nonfinite(call.result)
     return seen if found is None else seen | found.overflow
+
+
+def spanning_coded_mean(call: CodedCall, between: NodeTopology, step: int) -> None:
+    """Averages a part of a bucket at a step."""
+    all_reduce(between, False, replace(call, step=step))
 
 
 def _owned(compression: Compression) -> int:

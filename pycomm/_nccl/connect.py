@@ -19,6 +19,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pycomm._inputs import operation_of
+from pycomm._nccl.collectives import COLLECTIVES
 from pycomm._nccl.process_groups import InternodeProcessGroups, StripePeers, subgroup_of
 from pycomm._runtime import host, rendezvous
 from pycomm._runtime.cuda import join_processes
@@ -151,7 +152,7 @@ class _Attempt:
         self._done += 1
         made, nodes = self._made, self._members.nodes
         self._span = span = InternodeProcessGroups(
-            made._core, nodes, made.rank, node, carriers, made.timeout
+            made._core, nodes, made.rank, node, carriers, COLLECTIVES, made.timeout
         )
         if self._over:  # perhaps end() has come before
             _drop(span)

@@ -22,16 +22,15 @@ from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 
 from pycomm import _C
 from pycomm._runtime.threads import start_thread
-from pycomm._runtime.torch_private import backends_of, new_nccl
+from pycomm._runtime.torch_private import new_nccl
 from pycomm.errors import CollectiveError, Timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
-    from pycomm._runtime.internode import Nodes
-    from pycomm._runtime.lifetime import Member
+    from pycomm._runtime.lifetime import Member, Nodes
 
 # The exchange between nodes over NCCL.
 #
@@ -39,11 +38,6 @@ if TYPE_CHECKING:
 # travel as bytes.
 
 _LOOK_EVERY = 0.02  # seconds, at work on a device
-
-
-def has_nccl(group: Any) -> bool:
-    """True if the process group has NCCL for CUDA tensors, and this rank has a device."""
-    return backends_of(group).get("cuda") == "nccl" and torch.cuda.is_available()
 
 
 def subgroup_of(group: Any, ranks: Sequence[int], timeout: float) -> Any:
@@ -236,6 +230,23 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # A rank's connections to other nodes over NCCL, and its operations on them.
 
 
+class Collective(Protocol):
+    """Runs a collective over NCCL."""
+
+    def __call__(
+        self,
+        span: InternodeProcessGroups,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        op: str,
+        *,
+        algorithm: str,
+        root: int,
+        async_op: bool,
+    ) -> Any:
+        """The arguments are those of :func:`pycomm._work.launch`."""
+
+
 class InternodeProcessGroups:
     """The connections of one rank.
 
@@ -245,6 +256,7 @@ class InternodeProcessGroups:
         rank: this rank.
         node: a group of this node's ranks; None if there is only one.
         carriers: the ranks that carry the same stripe; None if this rank carries none.
+        collectives: what runs a collective on CUDA tensors, by its name.
         timeout: seconds that an operation may take.
 
     Attributes:
@@ -262,9 +274,10 @@ class InternodeProcessGroups:
         rank: int,
         node: Member | None,
         carriers: StripePeers | None,
+        collectives: Mapping[str, Collective],
         timeout: float,
     ) -> None:
-        self.node, self.carriers = node, carriers
+        self.node, self.carriers, self.collectives = node, carriers, collectives
         self.nodes, self.here, self.stripes = nodes.ranks, nodes.here, nodes.stripes
         self.rank, self.index = rank, nodes.local.index(rank)
         self.world = sum(map(len, nodes.ranks))

@@ -251,7 +251,6 @@ def fetch(*stand_ins: HostMirror) -> None:
 # - torch's symmetric memory, if the ranks are processes and it works on all of them;
 # - pinned host memory in the group's window, on all ranks, if it does not.
 
-DEFAULT_MAX_BLOCKS = 32
 STAGING_BYTES = 32 << 20  # per rank, at least
 
 # What torch reads when it makes symmetric memory. Multicast is not used here, and on some machines

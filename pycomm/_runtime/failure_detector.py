@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from pycomm import _C
-from pycomm._runtime.internode import Heartbeat
 from pycomm._runtime.threads import Deadline, start_thread
 from pycomm.errors import Aborted, CollectiveError, PeerDied, PycommError, Timeout
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from pycomm._runtime.internode import Nodes
+    from pycomm._runtime.lifetime import Nodes
 
 # Watches the ranks of a group that is being made for deaths and failures.
 #
@@ -62,6 +61,8 @@ class Peers:
         if len(nodes.ranks) == 1 or self._rank != nodes.local[0]:
             yield
             return
+        from pycomm._runtime.internode import Heartbeat
+
         neighbour = nodes.ranks[(nodes.here + 1) % len(nodes.ranks)][0]
         pulse = Heartbeat(self._store, self._rank, neighbour, self._tell_of)
         start_thread(pulse)

@@ -425,7 +425,7 @@ def enter(
         address, connection, told = request_join(addresses, mine, deadline)
         try:
             made = _enter(connection, told, make)
-            made._growth.address = address
+            made._growing().address = address
             return made
         except RuntimeError:  # also all of pycomm's: the members have gone on without this process
             if deadline.over():

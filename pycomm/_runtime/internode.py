@@ -1,4 +1,4 @@
-"""Groups that span nodes: the ranks of each node, and the transport over torch.distributed.
+"""Groups that span nodes: the transport over torch.distributed.
 
 C++ decides what each node does and sends (csrc/cpu/internode/group.h); this module transports it.
 The ranks that carry a stripe, one of each node, have a torch.distributed process group of their
@@ -13,7 +13,6 @@ their senders are members.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import os
@@ -34,11 +33,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pycomm import _C
 from pycomm._runtime import host
+from pycomm._runtime.lifetime import open_groups
 from pycomm._runtime.sockets import local_address, open_sockets
 from pycomm._runtime.threads import Deadline, start_thread, with_limits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pycomm._runtime.lifetime import Nodes
 
 # Detects by its silence that a node is gone while a group is made.
 #
@@ -187,7 +189,7 @@ def finish(work: Any, patience: timedelta) -> bool:
         return False
 
 
-# Groups that span nodes: the ranks of each node, and the transport over torch.distributed.
+# Groups that span nodes: the transport over torch.distributed.
 
 Transfer = tuple[int, int, int]  # node, address, bytes
 
@@ -195,38 +197,6 @@ _DATA, _FAREWELL = 1 << 29, 1 << 30  # tags, to which a message's length is adde
 _SECRET_BYTES = 16
 _ALWAYS = timedelta(days=365)  # as long as the group lives
 _PATIENCE_AT_END = timedelta(milliseconds=200)
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """The ranks of each node.
-
-    Attributes:
-        ranks: the ranks of each node, ascending; nodes are ordered by their first rank.
-        here: the index of this rank's node.
-    """
-
-    ranks: tuple[tuple[int, ...], ...]
-    here: int
-
-    @classmethod
-    def of(cls, identities: Sequence[str], rank: int) -> Nodes:
-        """Makes it from every rank's :func:`pycomm._runtime.rendezvous.node_identity`."""
-        found: dict[str, list[int]] = {}
-        for r, identity in enumerate(identities):
-            found.setdefault(identity, []).append(r)
-        here = list(found).index(identities[rank])
-        return cls(tuple(tuple(ranks) for ranks in found.values()), here)
-
-    @property
-    def local(self) -> tuple[int, ...]:
-        """The ranks of this node."""
-        return self.ranks[self.here]
-
-    @property
-    def stripes(self) -> int:
-        """The number of ranks of every node that exchange with other nodes; 0 on one node."""
-        return _C.stripes(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -449,11 +419,13 @@ _links: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_links.clear)  # they belong to the parent
 
 
-@atexit.register
 def _end_links() -> None:
     """Ends all links; a thread that waits in torch at the interpreter's end aborts the process."""
     for link in list(_links):
         link.end()
+
+
+open_groups.after_end(_end_links)
 
 
 def _memory(address: int, nbytes: int) -> torch.Tensor:

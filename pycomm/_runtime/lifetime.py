@@ -8,20 +8,53 @@ import os
 import sys
 import time
 import weakref
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from pycomm import _C
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from pycomm._runtime.plan import Plan
     from pycomm._runtime.sockets import Listener
 
-# The interface of a group for the modules that it is built from.
+# Where a group's ranks are, and its interface for the modules that it is built from.
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of each node.
+
+    Attributes:
+        ranks: the ranks of each node, ascending; nodes are ordered by their first rank.
+        here: the index of this rank's node.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    here: int
+
+    @classmethod
+    def of(cls, identities: Sequence[str], rank: int) -> Nodes:
+        """Makes it from every rank's :func:`pycomm._runtime.rendezvous.node_identity`."""
+        found: dict[str, list[int]] = {}
+        for r, identity in enumerate(identities):
+            found.setdefault(identity, []).append(r)
+        here = list(found).index(identities[rank])
+        return cls(tuple(tuple(ranks) for ranks in found.values()), here)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The ranks of this node."""
+        return self.ranks[self.here]
+
+    @property
+    def stripes(self) -> int:
+        """The number of ranks of every node that exchange with other nodes; 0 on one node."""
+        return _C.stripes(self.ranks)
 
 
 class Member(Protocol):
@@ -37,7 +70,6 @@ class Member(Protocol):
     ranks: tuple[int, ...]
     _core: _C.Group
     _told: set[str]
-    _growth: Any
 
     def explain(
         self,
@@ -49,6 +81,9 @@ class Member(Protocol):
         device: str = ...,
     ) -> Plan:
         """Explains how an all-reduce would run."""
+
+    def _growing(self) -> Any:
+        """This rank's part in growing."""
 
     @property
     def _listener(self) -> Listener | None:
@@ -65,6 +100,9 @@ class Member(Protocol):
 
 
 # The open groups of this process, by name.
+#
+# Exit handlers run in reverse order. ``import pycomm`` registers this one, so handlers that a
+# program registers afterwards run while groups still work.
 
 _FAREWELL = 0.5  # seconds that operations have when the interpreter exits
 
@@ -109,6 +147,9 @@ class OpenGroups(Generic[Kind]):
         _still_busy(busy)
         for function in self._afterwards:
             function()
+
+
+open_groups: OpenGroups[Any] = OpenGroups()
 
 
 def _still_busy(groups: list[Kind]) -> list[Kind]:

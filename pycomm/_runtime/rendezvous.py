@@ -31,8 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pycomm import _C
 from pycomm._runtime.failure_detector import Peers, error_of, tell, word_of_interrupt
-from pycomm._runtime.internode import GlooTransport, Nodes, connect
-from pycomm._runtime.sockets import Listener
+from pycomm._runtime.lifetime import Nodes
 from pycomm._runtime.threads import Deadline
 from pycomm._runtime.torch_private import set_timeout
 
@@ -40,6 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.distributed_c10d import Store
+
+    from pycomm._runtime.internode import GlooTransport
+    from pycomm._runtime.sockets import Listener
 
 # A meeting of ranks over a Store that may contain entries of processes that are gone.
 
@@ -429,17 +431,13 @@ def set_up(
     cores = set().union(*(everyone[r]["cores"] for r in nodes.local))
     staging_bytes = everyone[rank]["settings"]["staging_bytes"]
     peers = Peers(store, rank, pids, lost)
-    listener = None
+    link, listener = None, None
     with contextlib.ExitStack() as failed, peers.telling(), peers.watching(nodes):
         window = _share_window(store, rank, nodes, staging_bytes, deadline, peers)
         # Others may have seen that all is complete just before this rank fails.
         failed.callback(window.leave, nodes.local.index(rank))
-        with deadline.guarding("every node connecting"):
-            carriers = connect(nodes, rank, store, deadline, peers.look)
-            if listens and len(nodes.ranks) > 1:
-                host = None if carriers is None else carriers.host
-                listener = Listener.open(store, rank, nodes.ranks, host, deadline, peers.look)
-        link = None if carriers is None else GlooTransport(carriers)
+        if len(nodes.ranks) > 1:
+            link, listener = _connect_nodes(store, rank, nodes, deadline, peers, listens)
         if link is not None:
             failed.callback(link.end)
         with deadline.guarding("every rank taking the window"):
@@ -450,6 +448,22 @@ def set_up(
     return RendezvousResult(
         nodes, window, pids, processes, len(cores), link, store, listener, nccl, everyone
     )
+
+
+def _connect_nodes(
+    store: Store, rank: int, nodes: Nodes, deadline: Deadline, peers: Peers, listens: bool
+) -> tuple[GlooTransport | None, Listener | None]:
+    """The link of this rank to other nodes, if it has one, and its listener, if it `listens`."""
+    from pycomm._runtime.internode import GlooTransport, connect
+    from pycomm._runtime.sockets import Listener
+
+    listener = None
+    with deadline.guarding("every node connecting"):
+        carriers = connect(nodes, rank, store, deadline, peers.look)
+        if listens:
+            host = None if carriers is None else carriers.host
+            listener = Listener.open(store, rank, nodes.ranks, host, deadline, peers.look)
+    return None if carriers is None else GlooTransport(carriers), listener
 
 
 def check_same(settings: Sequence[Mapping[str, int | str]]) -> None:

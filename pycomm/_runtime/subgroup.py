@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pycomm._runtime.internode import Nodes
+from pycomm._runtime.lifetime import Nodes
 from pycomm._runtime.rendezvous import RendezvousResult
 from pycomm.errors import GroupUnusable
 

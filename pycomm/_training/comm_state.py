@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,10 +14,8 @@ from torch.futures import Future
 from pycomm._init import check_group, default_group
 from pycomm._inputs import check_memory, check_whole
 from pycomm._runtime import host
-from pycomm._runtime.cuda import HostMirror, fetch
 from pycomm._runtime.ranges import record_range
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled, scale_of
-from pycomm._training.buckets import move_into_window
 from pycomm._training.exchange import (
     BucketExchange,
     BucketFuture,
@@ -28,6 +26,7 @@ from pycomm._training.exchange import (
     dense_wire_bytes,
     launching,
 )
+from pycomm._training.hook_state import move_into_window
 from pycomm._training.parameters import Exclude, Parameters, common_parameters
 from pycomm._training.residuals import residuals_for
 from pycomm._training.saved_state import SavedState, place_in
@@ -36,6 +35,9 @@ from pycomm.collectives import all_gather
 from pycomm.compression import Cast, Compression, Identity, Int8
 from pycomm.errors import PycommError
 from pycomm.group import Group
+
+if TYPE_CHECKING:
+    from pycomm._runtime.cuda import HostMirror
 
 # The loss scale of a GradScaler.
 
@@ -59,6 +61,8 @@ class LossScale:
         scale = scale_of(self._scaler)  # none before the first loss was scaled
         if scale is None or not group._exchanges_on_host(scale.device):
             return scale
+        from pycomm._runtime.cuda import HostMirror, fetch
+
         if self._staged is None:
             self._staged = HostMirror(scale)
         self._staged.tensor = scale

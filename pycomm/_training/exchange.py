@@ -11,7 +11,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,22 +20,22 @@ from torch.futures import Future
 
 from pycomm import _C
 from pycomm._inputs import check_compressible, operation_of
-from pycomm._nccl.collectives import NcclExchange, NodeTopology
-from pycomm._nccl.compressed import CodedCall, all_reduce
-from pycomm._runtime.cuda import HostMirror, fetch
 from pycomm._runtime.log import operations
 from pycomm._runtime.ranges import record_range
 from pycomm._runtime.torch_private import queue_callback
 from pycomm._training.parameters import Entry, Parameters, as_real, dense_strides, same_places
 from pycomm._work import Work
-from pycomm.compression import Compression
 from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
+    from pycomm._nccl.collectives import NodeTopology
+    from pycomm._nccl.process_groups import InternodeProcessGroups
+    from pycomm._runtime.cuda import HostMirror
     from pycomm._training.residuals import Residuals
+    from pycomm.compression import Compression
     from pycomm.group import Group
 
-StepFlow = Callable[[NodeTopology, int], object]  # runs an operation over NCCL at a step
+    StepFlow = Callable[[NodeTopology, int], object]  # runs an operation over NCCL at a step
 
 
 @dataclass(frozen=True)
@@ -99,21 +99,24 @@ class BucketExchange:
         """Hands the operations to the group's worker."""
         if self.stand_in is None:
             return Work(self._core.submit(group._core, step), self._tensors)
+        from pycomm._runtime.cuda import fetch
+
         fetch(self.stand_in)
         return Work(self._core.submit(group._core, step), self._tensors, self.stand_in.put_back)
 
     def enqueue(self, step: int, group: Group, device: torch.device) -> None:
         """Enqueues the operations on the current stream."""
         if (span := group._span) is not None:
-            span.enqueue(
-                device, lambda: self._run_flows(NodeTopology(span, device), step), self._tensors
-            )
+            span.enqueue(device, lambda: self._run_flows(span, device, step), self._tensors)
             return
         for call in self._calls:
             call.set_step(step)
         group._cuda_side(device).run_bucket(self._calls, self._tensors)
 
-    def _run_flows(self, between: NodeTopology, step: int) -> None:
+    def _run_flows(self, span: InternodeProcessGroups, device: torch.device, step: int) -> None:
+        from pycomm._nccl.collectives import NodeTopology
+
+        between = NodeTopology(span, device)
         for part in self._parts:
             assert not isinstance(part.call, _C.Call)
             part.call(between, step)
@@ -125,16 +128,6 @@ class BucketExchange:
             # After an overflow the mean may not be finite, and residuals were not changed.
             if residual is not None and bool(part.tensor.isfinite().all()):
                 residual.add_(part.tensor if scale is None else part.tensor.float() / scale)
-
-
-def spanning_mean(tensor: torch.Tensor, between: NodeTopology, _: int) -> None:
-    """Averages over NCCL; for :attr:`Part.call`."""
-    NcclExchange(between, tensor, tensor, "avg", 0).all_reduce()
-
-
-def spanning_coded_mean(call: CodedCall, between: NodeTopology, step: int) -> None:
-    """Averages compressed over NCCL; for :attr:`Part.call`."""
-    all_reduce(between, False, replace(call, step=step))
 
 
 def dense_wire_bytes(nbytes: int, group: Group) -> int:
@@ -226,7 +219,11 @@ class Planner:
         if begins is None:
             begins = list(itertools.accumulate((e.numel for e in entries[:-1]), initial=0))
         _check_bucket(buffer, entries, begins)
-        stand_in = HostMirror(buffer) if group._exchanges_on_host(buffer.device) else None
+        stand_in = None
+        if group._exchanges_on_host(buffer.device):
+            from pycomm._runtime.cuda import HostMirror
+
+            stand_in = HostMirror(buffer)
         flat = buffer if stand_in is None else stand_in.host
         parts = self._parts(flat, entries, begins, step, scale, group)
         exchange = BucketExchange(parts, stand_in)
@@ -301,6 +298,8 @@ class Planner:
             return []
         call: _C.Call | StepFlow
         if group._spans(tensor.device):
+            from pycomm._nccl.collectives import spanning_mean
+
             call = functools.partial(spanning_mean, tensor)
         else:
             call = self._call(tensor, first, _C.Codec(0))
@@ -327,6 +326,8 @@ class Planner:
             kept["scale"] = scale
         call: _C.Call | StepFlow
         if group._spans(tensor.device):
+            from pycomm._nccl.compressed import CodedCall, spanning_coded_mean
+
             coded = CodedCall(
                 tensor, tensor, compression, "avg", 0, entry.first, density_step=step,
                 hold_unused=True, **kept,

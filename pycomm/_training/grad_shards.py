@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from pycomm._nccl.collectives import launch
 from pycomm._runtime.host import huge_page_zeros
 from pycomm._runtime.torch_private import no_dispatch, no_torch_function, pytree, schema_of
 from pycomm._training.parameters import part_of
 from pycomm._training.shards import OwnedRange, Part, Shards
-from pycomm._work import Work
+from pycomm._work import Work, launch
 
 if TYPE_CHECKING:
     from pycomm._training.buckets import Bucket, WeightedMean

@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pycomm._inputs import check_compressible, check_memory
-from pycomm.compression import Compression
 
 if TYPE_CHECKING:
     from pycomm._training.flat import Layout, Place
     from pycomm._training.shards import Part
     from pycomm._training.step_guard import Snapshot
+    from pycomm.compression import Compression
 
 # A multiple of every block.
 _ALIGNMENT = 4096
@@ -242,6 +242,8 @@ def common_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def check_exchangeable(parameters: Parameters, compression: Compression | None) -> None:
     """Raises now the errors that an exchange would raise after a whole period."""
+    from pycomm.compression import Compression
+
     entries = parameters.entries.values()
     for parameter, entry in zip(parameters.tensors, entries, strict=True):
         if not parameter.is_floating_point():

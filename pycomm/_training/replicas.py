@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pycomm import _C
-from pycomm._nccl.collectives import launch
 from pycomm._runtime import host
+from pycomm._work import launch
 from pycomm.collectives import all_reduce
 
 if TYPE_CHECKING:
-    from pycomm._work import Work
+    from pycomm._work import Work, launch
     from pycomm.group import Group
 
 _LINE = 64  # bytes

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from pycomm._nccl.collectives import launch
 from pycomm._runtime import host
 from pycomm._runtime.host import huge_page_zeros
-from pycomm._work import Work
+from pycomm._work import Work, launch
 from pycomm.collectives import all_reduce
 from pycomm.compressed import compressed_reduce_scatter
 from pycomm.errors import PycommError

@@ -15,7 +15,6 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from pycomm import _C
-from pycomm._nccl.collectives import launch
 from pycomm._training.buckets import partition
 from pycomm._training.exchange import dense_wire_bytes
 from pycomm._training.flat import (
@@ -31,6 +30,7 @@ from pycomm._training.flat import (
 from pycomm._training.parameters import complete_parts, count_division, held_part, record_of
 from pycomm._training.shard_exchange import Blocks, ParamAllGather, Spread, encoded_bytes
 from pycomm._training.step_guard import Snapshot, StepGuard
+from pycomm._work import launch
 from pycomm.collectives import all_reduce, broadcast
 from pycomm.p2p import recv, send
 

@@ -7,22 +7,19 @@
     )
 """
 
-from pycomm.optim._options import Options
-from pycomm.optim.adam import FusedAdam, FusedAdamW
-from pycomm.optim.flat import FlatParameters, flatten
-from pycomm.optim.lamb import FusedLAMB
-from pycomm.optim.lion import FusedLion
-from pycomm.optim.scaler import GradScaler
-from pycomm.optim.sgd import FusedSGD
+from pycomm._lazy import lazy_names
 
-__all__ = [
-    "FlatParameters",
-    "FusedAdam",
-    "FusedAdamW",
-    "FusedLAMB",
-    "FusedLion",
-    "FusedSGD",
-    "GradScaler",
-    "Options",
-    "flatten",
-]
+# Where names are defined; __init__.pyi tells type checkers the same.
+_HOMES = {
+    "pycomm.optim._options": ("Options",),
+    "pycomm.optim.adam": ("FusedAdam", "FusedAdamW"),
+    "pycomm.optim.flat": ("FlatParameters", "flatten"),
+    "pycomm.optim.lamb": ("FusedLAMB",),
+    "pycomm.optim.lion": ("FusedLion",),
+    "pycomm.optim.scaler": ("GradScaler",),
+    "pycomm.optim.sgd": ("FusedSGD",),
+}
+
+__all__ = sorted(name for names in _HOMES.values() for name in names)
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,10 +12,12 @@ from pycomm._inputs import check_rank, is_dtensor, local
 from pycomm._runtime import host
 from pycomm._runtime.torch_private import wrapper_tensor
 from pycomm._training.parameters import part_of
-from pycomm._training.shards import Part
 from pycomm.optim import _storage
 from pycomm.optim._storage import BLOCK, MASTER, REMAINDER, State
 from pycomm.optim.flat import Buffers, zeros_for
+
+if TYPE_CHECKING:
+    from pycomm._training.shards import Part
 
 _WEIGHTS = (MASTER, REMAINDER)
 # States that exist from the first step; momentum and the largest second moments may begin later.

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pycomm._training.parameters import part_of
-from pycomm._training.shards import OwnedRange, Part, Shards
-from pycomm.group import Group
 from pycomm.optim import _checkpoint
-from pycomm.optim._replicas import ReplicatedStates
 from pycomm.optim._states import StatefulOptimizer
 from pycomm.optim._storage import State
 from pycomm.optim.flat import Buffers
+
+if TYPE_CHECKING:
+    from pycomm._training.shards import OwnedRange, Part, Shards
+    from pycomm.group import Group
 
 
 class DividedOptimizer(StatefulOptimizer):
@@ -42,7 +43,7 @@ class DividedOptimizer(StatefulOptimizer):
                 for param in filter(self._parts().__contains__, group["params"]):
                     if self._held[param] is not part_of(param):  # without a gradient since then
                         self._follow(param, group, names)
-            self._use(ReplicatedStates(self._parts(), self.state))
+            self._use_replicas(self._parts(), self.state)
         except BaseException:
             for param in new:  # the next step makes the same states
                 self.state.pop(param, None)
@@ -55,9 +56,14 @@ class DividedOptimizer(StatefulOptimizer):
         held, state = self._held, self.state
         return {param: held[param] for param in self._params() if param in held and param in state}
 
-    def _use(self, replicas: ReplicatedStates) -> None:
-        self._replicas, self._buffers = replicas, Buffers()
-        self.state.update(replicas.states)
+    def _use_replicas(
+        self, parts: Mapping[torch.Tensor, Part], states: Mapping[torch.Tensor, State]
+    ) -> None:
+        """Makes replicas of the states of these parts, and keeps the states there."""
+        from pycomm.optim._replicas import ReplicatedStates
+
+        self._replicas, self._buffers = ReplicatedStates(parts, states), Buffers()
+        self.state.update(self._replicas.states)
 
     def is_replicated(self) -> bool:
         """True if there are replicas of all sharded states."""
@@ -121,7 +127,7 @@ class DividedOptimizer(StatefulOptimizer):
                 states[param] = _checkpoint.Adopted(param, options, saved, names).settle(buffers)
                 self._edits.settled(held[param].own)  # else a repetition would take it for an edit
         parts = {param: part for param in states if (part := part_of(param)) is not None}
-        self._use(ReplicatedStates(parts, states))
+        self._use_replicas(parts, states)
         for param in parts:
             self._edits.forget(held[param].own)
             self._hold(param)
@@ -181,6 +187,8 @@ class DividedOptimizer(StatefulOptimizer):
             ValueError: this rank has parts of the states that would be lost; or its parameters are
                 not sharded as those of the others.
         """
+        from pycomm._training.shards import OwnedRange, Part
+
         self._awaits_sharing = False
         if state is None:
             return

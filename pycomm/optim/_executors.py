@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,9 +12,11 @@ from pycomm import _C
 from pycomm._inputs import local
 from pycomm._runtime import host
 from pycomm._training.parameters import divisions, part_of
-from pycomm._training.shards import Shards
 from pycomm.optim import _storage
 from pycomm.optim._options import Group
+
+if TYPE_CHECKING:
+    from pycomm._training.shards import Shards
 
 # Rows of an optimizer's tables: a parameter with its gradient and states, for the extension.
 

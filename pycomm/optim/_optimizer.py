@@ -13,17 +13,16 @@ from pycomm import _C
 from pycomm._inputs import is_dtensor, local
 from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training import step_guard
 from pycomm._training.optimizers import register
 from pycomm._training.parameters import part_of
 from pycomm.optim import _executors, _options, _storage
 from pycomm.optim._divided import DividedOptimizer
 from pycomm.optim._executors import OnCpu, OnCuda, Row, Table, one_division
 from pycomm.optim._options import Group, Options
-from pycomm.optim._shard_executors import OnCpuShards, OnCudaShards, shard_executor
 
 if TYPE_CHECKING:
     from pycomm.optim._dtensor import MeshNorms
+    from pycomm.optim._shard_executors import OnCpuShards, OnCudaShards
 
 
 class FusedOptimizer(DividedOptimizer):
@@ -82,6 +81,8 @@ class FusedOptimizer(DividedOptimizer):
         Raises:
             RuntimeError: the last backward was inside of ``no_sync()``; the step would raise, too.
         """
+        from pycomm._training import step_guard
+
         step_guard.check(self)
         parts = [(param, part) for param in self._params() if (part := part_of(param)) is not None]
         for shards in dict.fromkeys(part.shards for _, part in parts):  # all ranks in one order
@@ -120,11 +121,13 @@ class FusedOptimizer(DividedOptimizer):
             tables, rows, grads = self._tables()
         steps: OnCpu | OnCuda | OnCpuShards | OnCudaShards
         if shards is not None:
+            from pycomm.optim._shard_executors import shard_executor
+
             steps = shard_executor(device, tables, shards, self._on_cuda)
         else:
             last = self._on_cuda if isinstance(self._on_cuda, OnCuda) else None
             steps = _executors.executor(device, tables, last)
-        if isinstance(steps, (OnCuda, OnCudaShards)) and not _executors.is_capturing(device):
+        if not isinstance(steps, OnCpu) and not _executors.is_capturing(device):
             self._on_cuda = steps
         # Everything that can raise comes before the first group changes.
         _options.check_max_norm(self.max_norm)
@@ -201,6 +204,8 @@ class FusedOptimizer(DividedOptimizer):
     def _compare_with_others(self) -> None:
         """Takes part in the other ranks' step without a gradient: an error if they have some."""
         if len(self._divisions()) == 1:
+            from pycomm.optim._shard_executors import shard_executor
+
             (shards,) = self._divisions()
             steps = shard_executor(shards.arena.device, [], shards, None)
             steps.run(_executors.Step([], None, None, None, None, False, [], []))

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pycomm import _C
-from pycomm._nccl.collectives import launch
 from pycomm._runtime import host
 from pycomm._runtime.ranges import record_range
 from pycomm._training.agree import tensor_checksum
 from pycomm._training.shard_exchange import ParamAllGather
 from pycomm._training.shards import Shards
+from pycomm._work import launch
 from pycomm.errors import PycommError
 from pycomm.optim._executors import OnCpu, Step, Table, is_capturing, rate_for, rate_on_device
 

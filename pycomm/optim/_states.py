@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -12,13 +12,15 @@ from pycomm._inputs import is_dtensor, local
 from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.parameters import divisions, part_of
-from pycomm._training.shards import Part, Shards
 from pycomm.optim import _checkpoint, _executors, _options, _storage
 from pycomm.optim._executors import Row, is_capturing
 from pycomm.optim._options import Group, Options
-from pycomm.optim._replicas import ReplicatedStates
 from pycomm.optim._storage import MASTER, REMAINDER, State, is_rounded
 from pycomm.optim.flat import Buffers
+
+if TYPE_CHECKING:
+    from pycomm._training.shards import Part, Shards
+    from pycomm.optim._replicas import ReplicatedStates
 
 # Tracks writes to parameters between steps, for parameters with weights of higher precision.
 

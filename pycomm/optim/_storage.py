@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pycomm import _C
 from pycomm._training.parameters import dense_strides
-from pycomm._training.shards import Part
 from pycomm.optim.flat import Buffers, zeros_for
+
+if TYPE_CHECKING:
+    from pycomm._training.shards import Part
 
 State = dict[str, Any]
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm import _init
 from pycomm._nccl import connect as nccl_connect
 
 pytestmark = [pytest.mark.gpu, gpu_nodes.needs_gpus]
@@ -117,7 +116,7 @@ def test_if_a_rank_cannot_connect_all_do_without_nccl(nodes, waits):
 def come_late(rank, size, store):
     join_nodes(rank, size, store, "ab")
     came, seen = Path(f"{store}.came"), []
-    connect, deadline = _init.connect_nodes, nccl_connect.Deadline
+    connect, deadline = nccl_connect.connect_nodes, nccl_connect.Deadline
 
     def connect_late(*given):
         if rank == 1:
@@ -129,7 +128,7 @@ def come_late(rank, size, store):
         seen.append(came.exists())
         return deadline(seconds)
 
-    _init.connect_nodes, nccl_connect.Deadline = connect_late, begin
+    nccl_connect.connect_nodes, nccl_connect.Deadline = connect_late, begin
     with pycomm.init(timeout=SECONDS):
         dist.destroy_process_group()
     return seen

@@ -12,11 +12,11 @@ import spanning
 import torch
 
 import pycomm
-from pycomm._runtime import internode, rendezvous
+from pycomm._runtime import internode
 
 
 def before_connecting(happen):
-    rendezvous.connect = happen
+    internode.connect = happen
 
 
 def having_told_its_address(happen):
@@ -31,13 +31,13 @@ def having_told_its_address(happen):
 
 
 def once_connected(happen):
-    original = rendezvous.connect
+    original = internode.connect
 
     def connect(*args):
         original(*args)
         happen()
 
-    rendezvous.connect = connect
+    internode.connect = connect
 
 
 STEPS = (before_connecting, having_told_its_address, once_connected)
@@ -92,13 +92,13 @@ def stopped(rank, size, store):
     spanning.pretend("ab"[rank])
     helpers.join_world(rank, size, store)
     if rank == 1:
-        original = rendezvous.connect
+        original = internode.connect
 
         def connect(*args):
             os.kill(os.getpid(), signal.SIGSTOP)
             return original(*args)
 
-        rendezvous.connect = connect
+        internode.connect = connect
     with pycomm.init(timeout=60) as group:
         return pycomm.all_reduce(torch.ones(1), group=group).item()
 

@@ -14,8 +14,8 @@ import torch
 
 import pycomm
 from pycomm import _init
-from pycomm._nccl import process_groups
-from pycomm._runtime.internode import Nodes
+from pycomm._nccl import connect, process_groups
+from pycomm._runtime.lifetime import Nodes
 
 TIMEOUT = 0.2
 
@@ -110,7 +110,7 @@ def device(monkeypatch):
     )
     core = Core()
     made = process_groups.InternodeProcessGroups(
-        core, Nodes(((0,), (1,)), 0), 0, None, imagined, TIMEOUT
+        core, Nodes(((0,), (1,)), 0), 0, None, imagined, {}, TIMEOUT
     )
     yield made, log, own, fake
     made.close()
@@ -233,9 +233,9 @@ def test_a_failure_inside_the_node_ends_the_others(device):
     ],
 )
 def test_which_ranks_have_nccl(monkeypatch, backends, gpus, wanted):
-    monkeypatch.setattr(process_groups, "backends_of", lambda _: dict(backends))
-    monkeypatch.setattr(process_groups.torch.cuda, "is_available", lambda: gpus)
-    assert process_groups.has_nccl(None) is wanted
+    monkeypatch.setattr(_init, "backends_of", lambda _: dict(backends))
+    monkeypatch.setattr(_init.torch.cuda, "is_available", lambda: gpus)
+    assert _init.has_nccl(None) is wanted
 
 
 def connected(rank: int, size: int, store: str, transport: str, with_nccl: str) -> list[bool]:
@@ -243,7 +243,7 @@ def connected(rank: int, size: int, store: str, transport: str, with_nccl: str) 
     spanning.pretend("ab"[rank])
     seen: list[bool] = []
     _init.has_nccl = lambda _: str(rank) in with_nccl
-    _init.connect_nodes = lambda *_: seen.append(True)
+    connect.connect_nodes = lambda *_: seen.append(True)
     with helpers.member(rank, size, store, transport=transport, timeout=30) as group:
         assert pycomm.all_reduce(torch.ones(3), group=group).tolist() == [2.0] * 3
     return seen

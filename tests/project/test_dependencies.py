@@ -1,6 +1,7 @@
 """The allowed includes and imports: bind -> cpu, cuda -> core, and layers in Python."""
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_core_includes_only_the_standard_library():
 # From the lowest layer up. A room is a package or a module. It imports rooms of lower layers and of
 # its own layer only, for type checkers, too.
 PYTHON_LAYERS = [
-    {"_C", "_retired", "errors", "report", "stats"},
+    {"_C", "_lazy", "_retired", "errors", "report", "stats"},
     {"_inputs", "_runtime"},
     {"_init", "_nccl", "_short_way", "_work", "compression", "group", "local_world"},
     {"block_collectives", "collectives", "compressed", "p2p", "recovery"},
@@ -89,8 +90,13 @@ MODULES = modules()
 
 
 def imported(path):
-    """Names that a module imports, wherever and for whomever: at its head, in functions, typing."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Names that a module imports, wherever and for whomever: at its head, in functions, typing.
+
+    A module with lazy names says in a stub of its own where they come from.
+    """
+    stub = path.with_suffix(".pyi")
+    trees = [ast.parse(file.read_text()) for file in (path, stub) if file.exists()]
+    for node in itertools.chain(*map(ast.walk, trees)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -91,8 +91,8 @@ def test_warnings_are_errors_only_in_the_gate(monkeypatch, strict):
 
 def check_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pycomm").rglob("*.py")}
-    assert modules <= set(names)
+    found = [*(ROOT / "pycomm").rglob("*.py"), *(ROOT / "pycomm").rglob("*.pyi")]
+    assert {path.relative_to(ROOT).as_posix() for path in found} <= set(names)
     assert sum(name.startswith("pycomm/_C.") and name.endswith(".so") for name in names) == 1
     assert "pycomm/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm._nccl import process_groups
+from pycomm import _init
 
 LAYOUTS = ([1, 1], [2, 2], [2, 1], [1, 1, 1], [1, 2, 1], "abba")
 needs_gpus = pytest.mark.skipif(
@@ -49,7 +49,7 @@ def take_nccl(rank: int) -> None:
     """From now on this process has a GPU, and torch's default group has NCCL for it."""
     torch.cuda.set_device(rank)
     backends = {"cpu": "gloo", "cuda": "nccl"}
-    mock.patch.object(process_groups, "backends_of", return_value=backends).start()
+    mock.patch.object(_init, "backends_of", return_value=backends).start()
     if torch.version.cuda is None:
         from emulated_nccl import ProcessGroupNCCL
 

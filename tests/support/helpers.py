@@ -34,7 +34,14 @@ CONTEXT.set_forkserver_preload(
         "torch.distributed",
         "torch.distributed.fsdp",
         "torch._dynamo",  # DDP imports it
-        "pycomm",
+        # What ranks use of pycomm:
+        "pycomm.backend",
+        "pycomm.data_parallel",
+        "pycomm.hooks",
+        "pycomm.local_world",
+        "pycomm.optim.adam",
+        "pycomm.p2p",
+        "pycomm.recovery",
         "numpy",
         "pytest",  # the modules of tests import it
     ]

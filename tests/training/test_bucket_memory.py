@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import hooks
-from pycomm._training import buckets as training_buckets
-from pycomm._training import comm_state
+from pycomm._training import comm_state, hook_state
 
 LAYOUT = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.05}
 STEPS = 3  # DDP makes its final buckets in the second
@@ -89,7 +88,7 @@ def test_ranks_without_memory_copy_and_say_so_once(refused):
 
 
 def train_without_module(group):
-    training_buckets.take_memory = None
+    hook_state.take_memory = None
     return train(group)
 
 
@@ -155,9 +154,9 @@ def test_shared_tensors_stay_and_so_does_what_a_closed_group_exchanges():
 
 
 def test_memory_that_is_too_small_is_refused():
-    if training_buckets.take_memory is None:
+    if hook_state.take_memory is None:
         pytest.skip("pycomm was installed for another torch")
     taker, giver = torch.arange(100), torch.zeros(99, dtype=torch.int64)
     with pytest.raises(ValueError, match="giver must have 800 bytes of memory, got 792"):
-        training_buckets.take_memory(taker, giver)
+        hook_state.take_memory(taker, giver)
     assert torch.equal(taker, torch.arange(100))

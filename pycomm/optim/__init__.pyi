@@ -1,0 +1,9 @@
+from pycomm.optim._options import Options as Options
+from pycomm.optim.adam import FusedAdam as FusedAdam
+from pycomm.optim.adam import FusedAdamW as FusedAdamW
+from pycomm.optim.flat import FlatParameters as FlatParameters
+from pycomm.optim.flat import flatten as flatten
+from pycomm.optim.lamb import FusedLAMB as FusedLAMB
+from pycomm.optim.lion import FusedLion as FusedLion
+from pycomm.optim.scaler import GradScaler as GradScaler
+from pycomm.optim.sgd import FusedSGD as FusedSGD
