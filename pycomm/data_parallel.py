@@ -536,10 +536,11 @@ def _check_state(state: object, module: nn.Module, given: Mapping[str, object]) 
 def _arrived(model: weakref.ref[DataParallel], parameter: torch.Tensor) -> None:
     if (alive := model()) is None:
         return
+    exchange = alive._own_exchange or alive._exchange
     if alive.require_backward_grad_sync:
-        alive._exchange.arrive(parameter)
+        exchange.arrive(parameter)
     else:
-        alive._exchange.keep_local(parameter)
+        exchange.keep_local(parameter)
 
 
 @not_compiled

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from pycomm.errors import CollectiveError
 
 if TYPE_CHECKING:
     from pycomm._training.hook_state import HookState
-    from pycomm._training.survival import ShardSurvival
     from pycomm.group import Group
 
 
@@ -122,12 +121,22 @@ def differ(buffers: Iterable[torch.Tensor], group: Group, counts: bool = True) -
 # The beginning of a wrapper, or of its way with another group: all ranks have the same model.
 
 
+class Survival(Protocol):
+    """What becomes of sharded states in another group: ShardSurvival in survival.py."""
+
+    def agree(self) -> None:
+        """Finds out which ranks have which parts; all ranks must call this."""
+
+    def undo_steps(self) -> None:
+        """Undoes steps that do not count; all ranks must call this."""
+
+
 def sync_initial_state(
     module: nn.Module,
     exchanged: Sequence[torch.Tensor],
     state: HookState,
     group: Group,
-    survival: ShardSurvival | None,
+    survival: Survival | None,
     is_new: bool,
     options: Mapping[str, object],
 ) -> None:
@@ -146,7 +155,7 @@ def sync_initial_state(
         ValueError: models are not alike; or states have a group of their own, and ranks go on. Each
             is raised on all ranks, but models that differ as CollectiveError where ranks go on.
         RuntimeError: parameters of ranks that go on differ; on all ranks.
-        The errors of :meth:`ShardSurvival.agree`.
+        The errors of :meth:`Survival.agree`.
     """
     parameters = [parameter for _, parameter in common_parameters(module)]
     tensors = [*parameters, *(buffer for _, buffer in common_buffers(module))]

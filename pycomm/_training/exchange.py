@@ -253,18 +253,23 @@ class Planner:
             parameters: the parameters of the bucket.
             rebuilt: True if the bucket is new; see :meth:`knows`.
         """
-        for parameter in parameters:
-            entry, real = self._parameters[parameter], as_real(parameter)
-            if real.stride() != entry.strides and not same_places(
-                entry.shape, strides := dense_strides(real), entry.strides
-            ):
-                if not rebuilt or id(parameter) not in self._planned:
-                    raise ValueError(
-                        f"parameters must keep their memory format under DistributedDataParallel, "
-                        f"but {entry.name!r} has another one since: change it before wrapping"
-                    )
-                self._residuals.reorder(entry, strides)
+        entries = self._parameters.of(parameters)
+        for parameter, entry in zip(parameters, entries, strict=True):
+            if parameter.stride() != entry.strides:
+                self._follow_format(parameter, entry, rebuilt)
             self._planned.add(id(parameter))
+
+    def _follow_format(self, parameter: torch.Tensor, entry: Entry, rebuilt: bool) -> None:
+        real = as_real(parameter)
+        strides = dense_strides(real)
+        if real.stride() == entry.strides or same_places(entry.shape, strides, entry.strides):
+            return
+        if not rebuilt or id(parameter) not in self._planned:
+            raise ValueError(
+                f"parameters must keep their memory format under DistributedDataParallel, "
+                f"but {entry.name!r} has another one since: change it before wrapping"
+            )
+        self._residuals.reorder(entry, strides)
 
     def _parts(
         self,

@@ -197,7 +197,7 @@ def kind_of(parameter: torch.Tensor) -> Kind:
 
 def home_of(parameter: torch.Tensor) -> Place | None:
     """The place of a flattened parameter; None if it is not flattened or has been moved away."""
-    place = known_of(parameter).home
+    place: Place | None = known_of(parameter).home
     return place if place is not None and place.holds(parameter) else None
 
 
@@ -222,7 +222,7 @@ def place_of(parameter: torch.Tensor) -> Place | None:
     home, reference = home_of(parameter), known_of(parameter).layout
     if home is not None or reference is None:
         return home
-    layout = reference()
+    layout: Layout | None = reference()
     place = layout[parameter] if layout is not None else None
     return place if place is not None and place.piece.kind == kind_of(parameter) else None
 

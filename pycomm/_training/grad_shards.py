@@ -404,8 +404,7 @@ class GradShardBuffers:
 
 
 def _part(parameter: torch.Tensor) -> Part:
-    part = part_of(parameter)
-    assert part is not None
+    part: Part = part_of(parameter)
     return part
 
 

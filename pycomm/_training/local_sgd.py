@@ -16,7 +16,13 @@ from pycomm._inputs import check_whole
 from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.agree import STEPPED_BY_SOME, check_same, checksum, source_rank
-from pycomm._training.comm_state import CommState, NamedParameters, check_successor
+from pycomm._training.comm_state import (
+    LOCAL_SGD,
+    CommState,
+    NamedParameters,
+    check_successor,
+    saved_kind,
+)
 from pycomm._training.hook_state import HookState
 from pycomm._training.outer import InnerOptimizers, Outer, Rule
 from pycomm._training.parameters import (
@@ -27,7 +33,6 @@ from pycomm._training.parameters import (
     ignored,
 )
 from pycomm._training.residuals import FORMAT
-from pycomm._training.saved_state import LOCAL_SGD, saved_kind
 from pycomm.collectives import all_gather
 from pycomm.compression import Compression
 from pycomm.errors import Mismatch
@@ -89,38 +94,168 @@ def compare(mine: LocalSGDStatus, group: Group) -> list[LocalSGDStatus]:
     return reports
 
 
-# Local SGD in backward: most steps leave gradients alone, the first ones may exchange them.
-
-
-class LocalGradients(HookState):
-    """Takes the gradients of a model whose ranks exchange parameters.
-
-    Args:
-        parameters: the model's parameters.
-        gradient_steps: the number of first steps, the warm-up, that exchange gradients.
-        group: the ranks that do so.
-        inner_group: ranks that exchange gradients in every step after the warm-up, or None.
+class _Account(NamedTuple):
+    """What a rank brings to a new group.
 
     Attributes:
+        is_new: True if it has not trained with any of the others.
+        came_late: True if its steps of this round do not count.
+        steps: the number of its steps.
+        pending: those of this round.
+        owed: True if it has failed in an exchange.
+        agreements: how many times it has had the same parameters as the others.
+        anchored: True if it has what all had in common.
+        divides: True if it has an `inner_group`.
+        number: of its parameters and options.
+    """
+
+    is_new: int
+    came_late: int
+    steps: int
+    pending: int
+    owed: int
+    agreements: int
+    has_snapshot: int
+    divides: int
+    number: int
+
+
+# The state.
+
+
+class LocalSGDState(HookState):
+    """Lets every rank train separately, and averages parameters every `period` steps.
+
+    Use it if links cannot carry gradients in every step. With DistributedDataParallel:
+
+    .. code-block:: python
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        local = pycomm.hooks.LocalSGDState(model.named_parameters(), optimizer, period=32)
+        local.register(model)
+        for batch in batches:
+            model(batch).backward()
+            optimizer.step()
+            local.step()
+
+    or ``model = pycomm.DataParallel(model, state=local)`` instead of `register`.
+
+    By default parameters are averaged (local SGD; Stich, "Local SGD converges fast and communicates
+    little", 2019; with `gradient_steps` post-local SGD; Lin et al., "Don't use large mini-batches,
+    use local SGD", 2020). With ``outer_lr=0.7, outer_momentum=0.9``, the mean change of parameters
+    since the last exchange is the gradient of an outer Nesterov step (DiLoCo; Douillard et al.,
+    "DiLoCo: distributed low-communication training of language models", 2023).
+
+    After every exchange all ranks have the same parameters, bit for bit. Optimizer states and
+    buffers are not exchanged.
+
+    With `local_residuals`, each rank continues from these *outer* parameters plus its own residuals
+    instead (error reset; Xie et al., "CSER: communication-efficient SGD with error reset", 2020).
+    So changes that it has made, but not sent yet, stay in its parameters, and small densities lose
+    far less. Then only the outer parameters are the same on all ranks, bit for bit;
+    :meth:`outer_parameters` gives them to the model. A residual also holds what this rank, as the
+    owner of a region, has not sent back of the sums of all ranks.
+
+    Args:
+        params: ``model.named_parameters()``.
+        optimizer: the model's optimizer, or several: those that change these parameters, and no
+            others. If one of pycomm's optimizers keeps full-precision weights, those are exchanged.
+        period: steps from one exchange to the next.
+        compression: compression of the changes since the last exchange, or None. Residuals keep
+            what it loses of each parameter and send it later.
+        outer_lr: learning rate of the outer step; 1 goes all the way to the mean.
+        outer_momentum: momentum of the outer steps.
+        local_residuals: each rank continues from the outer parameters plus its own residuals. Needs
+            a compression without momentum correction; :meth:`join` is refused.
+        gradient_steps: the number of first steps that exchange gradients instead, uncompressed.
+        inner_group: ranks that also exchange gradients in every step after the warm-up, such as
+            those of one node.
+        group: the group that exchanges parameters; by default the default group.
+        exclude: see :class:`pycomm.hooks.CommState`.
+
+    Attributes:
+        group: the group that exchanges parameters.
+        period: steps from one exchange to the next.
         steps: the number of steps so far.
+        agreements: how many times all ranks have had the same (outer) parameters: steps of the
+            warm-up, and exchanges.
+        joining: True inside of :meth:`join`.
+
+    Raises:
+        ValueError, TypeError: an argument is not as described.
     """
 
     averages_parameters = True
+    # Ranks; True from the call of exchange() to its success; True until this rank has what others
+    # have in common; and True on such a rank until the round in which it came is over. States that
+    # were pickled by older versions have none of these.
+    _changes_lost, _owed, _is_new, _came_late = 0, False, False, False
 
     def __init__(
         self,
-        parameters: Parameters,
-        gradient_steps: int,
-        group: Group,
-        inner_group: Group | None,
+        params: NamedParameters,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        *,
+        period: int,
+        compression: Compression | None = None,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        local_residuals: bool = False,
+        gradient_steps: int = 0,
+        inner_group: Group | None = None,
+        group: Group | None = None,
+        exclude: Exclude | None = None,
     ) -> None:
-        self.steps = 0
-        self._parameters = parameters
+        if params is None:
+            raise TypeError("params must be model.named_parameters(), got None")
+        _check_options(period, gradient_steps, inner_group)
+        plain = outer_lr == 1 and not outer_momentum
+        rule = Rule(outer_lr, outer_momentum, compression is not None or not plain, local_residuals)
+        named = list(params)
+        parameters = Parameters(named, exclude)
+        optimizers = InnerOptimizers(optimizer)
+        optimizers.check(parameters)
+        check_exchangeable(parameters, compression)
+        differences = CommState(compression, named, group=group, exclude=exclude)
+        if local_residuals and (compression is None or compression.momentum):
+            raise ValueError(
+                "local_residuals must come with a compression, and without momentum correction, "
+                f"got {compression}"
+            )
+        self.period = period
+        self.steps = self.agreements = 0
+        self.joining = self._left = self._shown = False
+        self._parameters, self._optimizers = parameters, optimizers
+        self._outer, self._differences = Outer(parameters, optimizers, rule), differences
+        self._options = repr((rule, gradient_steps, compression, inner_group is None))
         self._gradient_steps = gradient_steps
         # These average gradients, during the warm-up and after it.
-        self._early = CommState(group=group) if gradient_steps else None
+        self._early = CommState(group=differences.group) if gradient_steps else None
         self._late = None if inner_group is None else CommState(group=inner_group)
         self._had_backward = False
+        self._pending = 0  # steps since the last exchange
+        self._stepped: set[int] = set()  # numbers of optimizers, since the last step()
+        optimizers.watch(self)
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """See :meth:`CommState.register`."""
+        self.check_module(model.module)
+        super().register(model)
+
+    def options(self) -> dict[str, object]:
+        """What must be the same on all ranks of a wrapper; :meth:`exchange` compares the rest."""
+        return {"local_sgd": True}
+
+    def check_module(self, module: nn.Module) -> None:
+        """Raises ValueError if this exchanges what each rank of the module keeps for itself."""
+        for name, parameter in module.named_parameters():
+            if name in ignored(module) and self.exchanges_parameter(parameter):
+                raise ValueError(
+                    f"params must leave out {name}, which module._ddp_params_and_buffers_to_ignore "
+                    "names: give the state the other parameters, with an optimizer of their own"
+                )
+
+    # Backward: most steps leave gradients alone, the first ones may exchange them.
 
     def exchanges_parameter(self, tensor: torch.Tensor) -> bool:
         """True for a parameter that ranks exchange."""
@@ -200,88 +335,7 @@ class LocalGradients(HookState):
         self._had_backward = True
         return self._gradients
 
-
-def _done(buffer: torch.Tensor) -> Future[Any]:
-    future: Future[Any] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-    future.set_result(buffer)
-    return future
-
-
-# Local SGD after the optimizer: when ranks exchange parameters, and which of them count.
-
-
-class _Account(NamedTuple):
-    """What a rank brings to a new group.
-
-    Attributes:
-        is_new: True if it has not trained with any of the others.
-        came_late: True if its steps of this round do not count.
-        steps: the number of its steps.
-        pending: those of this round.
-        owed: True if it has failed in an exchange.
-        agreements: how many times it has had the same parameters as the others.
-        anchored: True if it has what all had in common.
-        divides: True if it has an `inner_group`.
-        number: of its parameters and options.
-    """
-
-    is_new: int
-    came_late: int
-    steps: int
-    pending: int
-    owed: int
-    agreements: int
-    has_snapshot: int
-    divides: int
-    number: int
-
-
-class LocalRounds(LocalGradients):
-    """Counts steps, and exchanges parameters when a round of them is over.
-
-    Args:
-        parameters: the model's parameters.
-        optimizers: change them.
-        outer: what ranks have in common.
-        differences: exchanges parameters.
-        period: the steps of a round.
-        options: a hash of all other options.
-        gradient_steps: see :class:`LocalGradients`.
-        inner_group: see :class:`LocalGradients`.
-
-    Attributes:
-        period: steps from one exchange to the next.
-        steps: the number of steps so far.
-        agreements: how many times all ranks have had the same (outer) parameters: steps of the
-            warm-up, and exchanges.
-        joining: True inside of :meth:`join`.
-    """
-
-    # Ranks; True from the call of exchange() to its success; True until this rank has what others
-    # have in common; and True on such a rank until the round in which it came is over. States that
-    # were pickled by older versions have none of these.
-    _changes_lost, _owed, _is_new, _came_late = 0, False, False, False
-
-    def __init__(
-        self,
-        parameters: Parameters,
-        optimizers: InnerOptimizers,
-        outer: Outer,
-        differences: CommState,
-        period: int,
-        options: str,
-        gradient_steps: int,
-        inner_group: Group | None,
-    ) -> None:
-        super().__init__(parameters, gradient_steps, differences.group, inner_group)
-        self.period = period
-        self.agreements = 0
-        self._optimizers, self._outer, self._differences = optimizers, outer, differences
-        self._options = options
-        self._pending = 0  # steps since the last exchange
-        self.joining = self._left = self._shown = False
-        self._stepped: set[int] = set()  # numbers of optimizers, since the last step()
-        self._optimizers.watch(self)
+    # Rounds: when ranks exchange parameters, and which of them count.
 
     @property
     def group(self) -> Group:
@@ -512,133 +566,6 @@ class LocalRounds(LocalGradients):
         """The steps of this round, if they count."""
         return 0 if self._came_late else self._pending
 
-
-# Local SGD: exchanges parameters every few steps instead of gradients in every step.
-
-
-class LocalSGDState(LocalRounds):
-    """Lets every rank train separately, and averages parameters every `period` steps.
-
-    Use it if links cannot carry gradients in every step. With DistributedDataParallel:
-
-    .. code-block:: python
-
-        optimizer = torch.optim.AdamW(model.parameters())
-        local = pycomm.hooks.LocalSGDState(model.named_parameters(), optimizer, period=32)
-        local.register(model)
-        for batch in batches:
-            model(batch).backward()
-            optimizer.step()
-            local.step()
-
-    or ``model = pycomm.DataParallel(model, state=local)`` instead of `register`.
-
-    By default parameters are averaged (local SGD; Stich, "Local SGD converges fast and communicates
-    little", 2019; with `gradient_steps` post-local SGD; Lin et al., "Don't use large mini-batches,
-    use local SGD", 2020). With ``outer_lr=0.7, outer_momentum=0.9``, the mean change of parameters
-    since the last exchange is the gradient of an outer Nesterov step (DiLoCo; Douillard et al.,
-    "DiLoCo: distributed low-communication training of language models", 2023).
-
-    After every exchange all ranks have the same parameters, bit for bit. Optimizer states and
-    buffers are not exchanged.
-
-    With `local_residuals`, each rank continues from these *outer* parameters plus its own residuals
-    instead (error reset; Xie et al., "CSER: communication-efficient SGD with error reset", 2020).
-    So changes that it has made, but not sent yet, stay in its parameters, and small densities lose
-    far less. Then only the outer parameters are the same on all ranks, bit for bit;
-    :meth:`outer_parameters` gives them to the model. A residual also holds what this rank, as the
-    owner of a region, has not sent back of the sums of all ranks.
-
-    Args:
-        params: ``model.named_parameters()``.
-        optimizer: the model's optimizer, or several: those that change these parameters, and no
-            others. If one of pycomm's optimizers keeps full-precision weights, those are exchanged.
-        period: steps from one exchange to the next.
-        compression: compression of the changes since the last exchange, or None. Residuals keep
-            what it loses of each parameter and send it later.
-        outer_lr: learning rate of the outer step; 1 goes all the way to the mean.
-        outer_momentum: momentum of the outer steps.
-        local_residuals: each rank continues from the outer parameters plus its own residuals. Needs
-            a compression without momentum correction; :meth:`join` is refused.
-        gradient_steps: the number of first steps that exchange gradients instead, uncompressed.
-        inner_group: ranks that also exchange gradients in every step after the warm-up, such as
-            those of one node.
-        group: the group that exchanges parameters; by default the default group.
-        exclude: see :class:`pycomm.hooks.CommState`.
-
-    Attributes:
-        group: the group that exchanges parameters.
-        period: steps from one exchange to the next.
-        steps: the number of steps so far.
-        agreements: how many times all ranks have had the same (outer) parameters: steps of the
-            warm-up, and exchanges.
-        joining: True inside of :meth:`join`.
-
-    Raises:
-        ValueError, TypeError: an argument is not as described.
-    """
-
-    def __init__(
-        self,
-        params: NamedParameters,
-        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-        *,
-        period: int,
-        compression: Compression | None = None,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.0,
-        local_residuals: bool = False,
-        gradient_steps: int = 0,
-        inner_group: Group | None = None,
-        group: Group | None = None,
-        exclude: Exclude | None = None,
-    ) -> None:
-        if params is None:
-            raise TypeError("params must be model.named_parameters(), got None")
-        _check_options(period, gradient_steps, inner_group)
-        plain = outer_lr == 1 and not outer_momentum
-        rule = Rule(outer_lr, outer_momentum, compression is not None or not plain, local_residuals)
-        named = list(params)
-        parameters = Parameters(named, exclude)
-        optimizers = InnerOptimizers(optimizer)
-        optimizers.check(parameters)
-        check_exchangeable(parameters, compression)
-        differences = CommState(compression, named, group=group, exclude=exclude)
-        if local_residuals and (compression is None or compression.momentum):
-            raise ValueError(
-                "local_residuals must come with a compression, and without momentum correction, "
-                f"got {compression}"
-            )
-        options = repr((rule, gradient_steps, compression, inner_group is None))
-        super().__init__(
-            parameters,
-            optimizers,
-            Outer(parameters, optimizers, rule),
-            differences,
-            period,
-            options,
-            gradient_steps,
-            inner_group,
-        )
-
-    def register(self, model: DistributedDataParallel) -> None:
-        """See :meth:`CommState.register`."""
-        self.check_module(model.module)
-        super().register(model)
-
-    def options(self) -> dict[str, object]:
-        """What must be the same on all ranks of a wrapper; :meth:`exchange` compares the rest."""
-        return {"local_sgd": True}
-
-    def check_module(self, module: nn.Module) -> None:
-        """Raises ValueError if this exchanges what each rank of the module keeps for itself."""
-        for name, parameter in module.named_parameters():
-            if name in ignored(module) and self.exchanges_parameter(parameter):
-                raise ValueError(
-                    f"params must leave out {name}, which module._ddp_params_and_buffers_to_ignore "
-                    "names: give the state the other parameters, with an optimizer of their own"
-                )
-
     @contextlib.contextmanager
     def outer_parameters(self) -> Iterator[None]:
         """Gives the model the outer parameters: for evaluations and for a model to keep.
@@ -761,6 +688,12 @@ class LocalSGDState(LocalRounds):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._optimizers.watch(self)
+
+
+def _done(buffer: torch.Tensor) -> Future[Any]:
+    future: Future[Any] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+    future.set_result(buffer)
+    return future
 
 
 def _check_options(

@@ -20,9 +20,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pycomm._inputs import check_compressible, check_memory
 
 if TYPE_CHECKING:
-    from pycomm._training.flat import Layout, Place
-    from pycomm._training.shards import Part
-    from pycomm._training.step_guard import Snapshot
     from pycomm.compression import Compression
 
 # A multiple of every block.
@@ -105,7 +102,8 @@ class Parameters:
 
     def of(self, parameters: Sequence[torch.Tensor]) -> list[Entry]:
         """The entries of these parameters."""
-        return [self[parameter] for parameter in parameters]
+        entries = self.entries
+        return [entries.get(id(parameter)) or self[parameter] for parameter in parameters]
 
     def describe(self, bucket: torch.Tensor, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
         """What a trace tells of a bucket: its size, and the parameters' names if they are known."""
@@ -260,25 +258,28 @@ def check_exchangeable(parameters: Parameters, compression: Compression | None) 
 class ParamRecord:
     """What is known of one parameter. Nothing here may refer to it, or it would live for ever.
 
+    Types of modules that import this one are not named.
+
     Attributes:
         owner: the wrapper that averages its gradients: the one that was made last.
         hook: calls the owner when a gradient is ready.
-        layout: the layout that has given its gradient a place.
-        home: its own place in flat memory, if it was flattened.
+        layout: a weak reference to the Layout (flat.py) that has given its gradient a place.
+        home: its own Place (flat.py) in flat memory, if it was flattened.
         has_home_hook: True once gradients move into that place.
-        states_place: the place of its states, if it is one rank's part of a parameter.
-        part: this rank's part of it, if a wrapper shards it.
-        local_gradient: a gradient that no exchange has averaged, and why.
+        states_place: the Place of its states, if it is one rank's part of a parameter.
+        part: this rank's Part of it (shards.py), if a wrapper shards it.
+        local_gradient: a Snapshot (step_guard.py) of a gradient that no exchange has averaged, and
+            why.
     """
 
     owner: weakref.ref[ParamOwnership] | None = None
     hook: RemovableHandle | None = None
-    layout: weakref.ref[Layout] | None = None
-    home: Place | None = None
+    layout: weakref.ref[Any] | None = None
+    home: Any = None
     has_home_hook: bool = False
-    states_place: Place | None = None
-    part: Part | None = None
-    local_gradient: tuple[Snapshot, str] | None = None
+    states_place: Any = None
+    part: Any = None
+    local_gradient: tuple[Any, str] | None = None
 
 
 _records: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -302,8 +303,8 @@ def known_of(parameter: torch.Tensor) -> ParamRecord:
 _divisions = 0
 
 
-def part_of(parameter: torch.Tensor) -> Part | None:
-    """This rank's part of a parameter; None if no wrapper shards it.
+def part_of(parameter: torch.Tensor) -> Any:
+    """This rank's Part of a parameter; None if no wrapper shards it.
 
     Raises:
         ValueError: the parameter has been moved out of the memory in which it is sharded.
@@ -314,13 +315,6 @@ def part_of(parameter: torch.Tensor) -> Part | None:
             f"a parameter of shape {tuple(parameter.shape)} has left the memory in which the "
             "wrapper shards it, as by model.to(): wrap the model anew"
         )
-    return part
-
-
-def held_part(parameter: torch.Tensor) -> Part:
-    """This rank's part of a sharded parameter, wherever that lies now."""
-    part = known_of(parameter).part
-    assert part is not None
     return part
 
 

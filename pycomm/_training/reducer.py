@@ -18,7 +18,7 @@ from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled, pytree, queue_callback
 from pycomm._training import step_guard
 from pycomm._training.buckets import Bucket, Slab
-from pycomm._training.handshake import BackwardHandshake, Errors, compare
+from pycomm._training.handshake import BackwardHandshake, Errors, Phase, compare
 from pycomm._training.parameters import ParamOwnership
 from pycomm.collectives import broadcast
 from pycomm.errors import PycommError
@@ -183,15 +183,16 @@ class Reducer:
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Handles a gradient that has been accumulated."""
-        if not self.handshake.open and self._state.gradient_group is not None:
+        phase = self.handshake.phase
+        if phase is Phase.IDLE and self._state.gradient_group is not None:
             self.keep_local(parameter)
             if self._group.size > 1:
                 step_guard.note(parameter)
             return
-        if not self.handshake.in_backward:
+        if phase is not Phase.BACKWARD:
             # The sum of an earlier gradient and of this backward's counts as this backward's.
             self.strategy.forget_local(parameter)
-        self.begin_backward()
+            self.begin_backward()
         if self._ready is not None:
             self._ready.append(parameter)
         bucket = self._bucket_of[id(parameter)]
@@ -204,7 +205,7 @@ class Reducer:
         if id(parameter) not in bucket.waiting:
             self._repeated.add(id(parameter))
         bucket.put(parameter)
-        if self._had_backward:
+        if self._had_backward and not bucket.waiting:
             self._start_full()
 
     def keep_local(self, parameter: torch.Tensor) -> None:

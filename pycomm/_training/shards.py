@@ -27,7 +27,7 @@ from pycomm._training.flat import (
     describe_states,
     kind_of,
 )
-from pycomm._training.parameters import complete_parts, count_division, held_part, record_of
+from pycomm._training.parameters import complete_parts, count_division, known_of, record_of
 from pycomm._training.shard_exchange import Blocks, ParamAllGather, Spread, encoded_bytes
 from pycomm._training.step_guard import Snapshot, StepGuard
 from pycomm._work import launch
@@ -440,7 +440,7 @@ class Shards:
 
     def has_pending(self, parameters: Iterable[torch.Tensor]) -> bool:
         """True if a gradient is still each rank's own, or divided."""
-        return any(self.is_local(p) or held_part(p).is_divided(p) for p in parameters)
+        return any(self.is_local(p) or known_of(p).part.is_divided(p) for p in parameters)
 
     def average(self, parameters: Iterable[torch.Tensor], noted: bool = False) -> None:
         """Averages gradients that are still each rank's own, and makes divided ones whole.

@@ -102,7 +102,7 @@ class Adopted:
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of a state that this rank keeps."""
-        part = part_of(self.param)
+        part: Part | None = part_of(self.param)
         if part is not None and name.endswith(_storage.SCALE):
             return part.units_of(tensor, BLOCK)
         return _storage.part_in(tensor, self.param, part)

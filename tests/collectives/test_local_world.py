@@ -30,7 +30,7 @@ def test_every_rank_has_a_thread_of_its_own(world):
     assert len(set(threads)) == len(set(names)) == 4
 
 
-def gradient_of_a_convolution(group=None):
+def gradient_of_a_convolution(_=None):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(36, 16, 3, 3, generator=generator).to(memory_format=torch.channels_last)
     batch = torch.randn(2, 16, 4, 4, generator=generator)

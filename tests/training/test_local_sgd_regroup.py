@@ -19,6 +19,7 @@ from averaging import DILOCO, RULES, Trainee
 from torch import nn
 
 import pycomm
+from pycomm._training import outer
 
 CASES = {name: {"period": 2, **rule} for name, rule in RULES.items()}
 MOMENTS = ["before", "within", "after"]
@@ -155,7 +156,7 @@ def test_survivors_go_on_from_what_all_had_in_common(world, monkeypatch, name, m
 
 def live_until_killed(rank, size, store, name, moment):
     helpers.join_world(rank, size, store)
-    pycomm._training.outer._PIECE_BYTES = 1
+    outer._PIECE_BYTES = 1
 
     def die(life):
         Path(f"{store}.victim").write_bytes(pickle.dumps(life))
