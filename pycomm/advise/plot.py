@@ -13,10 +13,9 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from pycomm.advise.advice import OURS, Question
+from pycomm.advise.advice import OURS, Question, human_count, human_figure, human_rate
 from pycomm.advise.constants import COMPRESSIONS
 from pycomm.advise.model import ALGORITHMS, MOST_RANKS, Model
-from pycomm.advise.table import human_count, human_figure, human_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

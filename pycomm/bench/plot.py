@@ -12,12 +12,14 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from pycomm.bench.report import Row, human_bytes
+from pycomm.bench.report import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
+
+    from pycomm.bench.contestants import CollectiveRow
 
 # Okabe and Ito's colours, told apart by every kind of eye; the marks tell lines apart in print.
 OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
@@ -28,7 +30,7 @@ MOST_TICKS = 9
 Key = tuple[str, str, str, str, str, str]
 
 
-def draw(path: str, meta: dict[str, Any], rows: Sequence[Row]) -> None:
+def draw(path: str, meta: dict[str, Any], rows: Sequence[CollectiveRow]) -> None:
     """Writes a PNG with a panel for latency and one for bandwidth.
 
     Args:
@@ -56,16 +58,16 @@ def draw(path: str, meta: dict[str, Any], rows: Sequence[Row]) -> None:
     plt.close(figure)
 
 
-def _lines(rows: Sequence[Row]) -> dict[Key, list[Row]]:
+def _lines(rows: Sequence[CollectiveRow]) -> dict[Key, list[CollectiveRow]]:
     """The rows of every contestant, compression, dtype and operation."""
-    lines: dict[Key, list[Row]] = {}
+    lines: dict[Key, list[CollectiveRow]] = {}
     for row in rows:
         key = (row.impl, row.algorithm, row.buffer, row.compression, row.dtype, row.op)
         lines.setdefault(key, []).append(row)
     return lines
 
 
-def _label(key: Key, lines: dict[Key, list[Row]]) -> str:
+def _label(key: Key, lines: dict[Key, list[CollectiveRow]]) -> str:
     """The label of a line: the properties in which it differs from others."""
     impl, algorithm, buffer, compression, dtype, op = key
     words = [impl]
@@ -114,7 +116,7 @@ def _finish_panel(panel: Axes, sizes: list[int]) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _title(meta: dict[str, Any], rows: Sequence[Row]) -> str:
+def _title(meta: dict[str, Any], rows: Sequence[CollectiveRow]) -> str:
     collective = rows[0].collective.replace("_", "-")
     dtypes = " and ".join(dict.fromkeys(row.dtype for row in rows))
     machine = meta["machine"]
