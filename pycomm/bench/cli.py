@@ -90,7 +90,7 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     if arguments.benchmark in ("overlap", "step"):
         return _training_settings(parser, arguments)
     if arguments.benchmark == "optimizer":
-        return _fill(optimizers.OptimizerSettings, arguments)
+        return _fill(optimizers.OptimizerBenchSettings, arguments)
     if arguments.benchmark == "codec":
         arguments.codecs = tuple(arguments.codecs or ("int8",))
         return _fill(codecs.CodecSettings, arguments)
@@ -196,8 +196,8 @@ def _add_what_flags(command: argparse.ArgumentParser, collective: str) -> None:
             metavar="COMPRESSION", help=f"{COMPRESSION_HELP} (default none)")  # fmt: skip
     add("--buffer", choices=("tensor", "window", "both"), default="tensor",
         help="ordinary tensors (default), tensors made by group.empty, or both")  # fmt: skip
-    add("--peer", dest="peers", type=some_of(tuple(peers.FINDERS)), default=(), metavar="PEER",
-        help=f"other libraries to time: {', '.join(peers.FINDERS)}")  # fmt: skip
+    add("--peer", dest="peers", type=some_of(tuple(peers.COLLECTIVES)), default=(), metavar="PEER",
+        help=f"other libraries to time: {', '.join(peers.COLLECTIVES)}")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu")
 
 

@@ -63,7 +63,8 @@ def run(settings: CollectiveSettings) -> None:
     alone = pycomm.init(dist.new_group([group.rank], use_local_synchronization=True))
     probes = floor.probes(group, alone, settings.benchmark, settings.buffers)
     cases = list(expand(settings, group.size))
-    others, absent = peers.find(settings.peers)
+    found, absent = peers.find(settings.peers, lambda name: peers.COLLECTIVES[name]())
+    others = list(itertools.chain.from_iterable(found))
     for peer in others:
         if not any(peer.supports(case) for case in cases):
             absent[peer.impl] = "cannot run any of these cases"

@@ -25,7 +25,7 @@ SMALL = (500, 1 << 10, 100 << 10)  # tensors, elements of the smallest and the l
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSettings(Settings):
+class OptimizerBenchSettings(Settings):
     """A whole run, as asked for; see ``python -m pycomm.bench optimizer -h``."""
 
     name: str
@@ -110,7 +110,7 @@ class OptimizerRow(ResultRow):
 HEADER = "#  elements  tensors  optimizer  scheme                impl         B/param  ns/param    GB/s  share(%)   ratio"  # noqa: E501
 
 
-def run(settings: OptimizerSettings) -> None:
+def run(settings: OptimizerBenchSettings) -> None:
     """Measures everything in the settings, prints and writes."""
     torch.set_num_threads(settings.threads)
     results: Results[OptimizerRow] = Results(settings)
@@ -123,7 +123,7 @@ def run(settings: OptimizerSettings) -> None:
     results.end()
 
 
-def make_task(name: str, settings: OptimizerSettings) -> tuple[Task, list[str]]:
+def make_task(name: str, settings: OptimizerBenchSettings) -> tuple[Task, list[str]]:
     """A step of a scheme in every way, and what the peers say that have none."""
     scheme, absent = SCHEMES[name], []
     contestants = {"pycomm": our_step(settings, scheme, full=False)}
@@ -138,7 +138,7 @@ def make_task(name: str, settings: OptimizerSettings) -> tuple[Task, list[str]]:
     return Task(name, mix, contestants), absent
 
 
-def _rows(task: Task, outcome: Outcome, settings: OptimizerSettings) -> list[OptimizerRow]:
+def _rows(task: Task, outcome: Outcome, settings: OptimizerBenchSettings) -> list[OptimizerRow]:
     """A row for every way to step."""
     sizes, rows = make_sizes(settings), []
     count = sum(sizes)
@@ -166,7 +166,7 @@ def _rows(task: Task, outcome: Outcome, settings: OptimizerSettings) -> list[Opt
     return rows
 
 
-def make_sizes(settings: OptimizerSettings) -> list[int]:
+def make_sizes(settings: OptimizerBenchSettings) -> list[int]:
     """The elements of each parameter."""
     if not settings.small:
         return [settings.count]
@@ -177,7 +177,7 @@ def make_sizes(settings: OptimizerSettings) -> list[int]:
     return sizes
 
 
-def make_params(settings: OptimizerSettings, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+def make_params(settings: OptimizerBenchSettings, dtype: torch.dtype) -> list[torch.nn.Parameter]:
     """Makes parameters with random gradients."""
     params = []
     generator = torch.Generator(settings.device).manual_seed(0)
@@ -190,7 +190,7 @@ def make_params(settings: OptimizerSettings, dtype: torch.dtype) -> list[torch.n
     return params
 
 
-def our_step(settings: OptimizerSettings, scheme: Scheme, full: bool) -> Callable[[], object]:
+def our_step(settings: OptimizerBenchSettings, scheme: Scheme, full: bool) -> Callable[[], object]:
     """A step; `full`: with unscaling, the check for infinities and clipping."""
     kind, options, _ = OPTIMIZERS[settings.name]
     more: dict[str, Any] = {"max_norm": 1.0} if full else {}
@@ -200,7 +200,7 @@ def our_step(settings: OptimizerSettings, scheme: Scheme, full: bool) -> Callabl
     return optimizer.step
 
 
-def peer_step(peer: str, settings: OptimizerSettings, scheme: Scheme) -> Callable[[], object]:
+def peer_step(peer: str, settings: OptimizerBenchSettings, scheme: Scheme) -> Callable[[], object]:
     """A peer's step on the same parameters; raises ImportError or ValueError without one."""
     _, options, _ = OPTIMIZERS[settings.name]
     params = make_params(settings, scheme.dtype)

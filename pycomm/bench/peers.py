@@ -28,19 +28,29 @@ from pycomm.bench.training import SETTLING, Trainee, TrainingSettings
 Found = TypeVar("Found")
 
 
-def find_everywhere(load: Callable[[], Found]) -> tuple[Found | None, str]:
-    """What every rank has loaded; None and the reason if a rank cannot. All ranks call it."""
-    found, reason = None, ""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            found = load()
-    except (ImportError, OSError, RuntimeError) as error:
-        reason = str(error) or type(error).__name__
-    is_everywhere = torch.tensor(not reason, dtype=torch.int32)
-    dist.all_reduce(is_everywhere, dist.ReduceOp.MIN)
-    if is_everywhere:
-        return found, ""
-    return None, reason or "another rank lacks it"
+def find(
+    names: tuple[str, ...], load: Callable[[str], Found]
+) -> tuple[list[Found], dict[str, str]]:
+    """What `load` returns for each name, and for absent peers the reasons.
+
+    A peer takes part only if every rank has it. All ranks call this.
+    """
+    present: list[Found] = []
+    absent: dict[str, str] = {}
+    for name in names:
+        loaded, reason = [], ""
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                loaded = [load(name)]
+        except (ImportError, OSError, RuntimeError) as error:
+            reason = str(error) or type(error).__name__
+        is_everywhere = torch.tensor(not reason, dtype=torch.int32)
+        dist.all_reduce(is_everywhere, dist.ReduceOp.MIN)
+        if is_everywhere:
+            present += loaded
+        else:
+            absent[name] = reason or "another rank lacks it"
+    return present, absent
 
 
 class AbsentError(RuntimeError):
@@ -175,24 +185,12 @@ class DeepSpeedPeer(Contestant):
         return Prepared(source, result, lambda: reduce(source), case.data(source))
 
 
-FINDERS: dict[str, Callable[[], list[Contestant]]] = {
+COLLECTIVES: dict[str, Callable[[], list[Contestant]]] = {
     "gloo": TorchPeer.gloo,
     "mpi": MpiPeer.find,
     "deepspeed": DeepSpeedPeer.find,
     "nccl": TorchPeer.nccl,
 }
-
-
-def find(names: tuple[str, ...]) -> tuple[list[Contestant], dict[str, str]]:
-    """The named peers of collectives, and for absent ones the reasons."""
-    present: list[Contestant] = []
-    absent: dict[str, str] = {}
-    for name in names:
-        found, reason = find_everywhere(FINDERS[name])
-        present += found or []
-        if reason:
-            absent[name] = reason
-    return present, absent
 
 
 OPTIMIZERS = ("torch", "deepspeed")
@@ -231,28 +229,19 @@ def make_optimizer(
     return made
 
 
-# The same step without exchange and optimizer, whose time is subtracted from that of the peer.
-IDLE = {
-    "ddp": "idle",
-    "zero": "idle",
-    "fsdp2": "plain",
-    "fsdp2_pycomm": "plain",
-    "deepspeed_zero1": "plain",
-    "deepspeed_zero2": "plain",
-}
-TRAINEES = tuple(IDLE)
+TRAINEES = ("ddp", "zero", "fsdp2", "fsdp2_pycomm", "deepspeed_zero1", "deepspeed_zero2")
 
 
-def find_absent_trainees(names: tuple[str, ...]) -> dict[str, str]:
-    """Those of `TRAINEES` that some rank lacks, with the reasons; all ranks call this."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would search, and warn
-    absent = {}
-    for name in names:
-        module = "deepspeed" if name.startswith("deepspeed") else "torch"
-        _, reason = find_everywhere(lambda module=module: importlib.import_module(module))  # type: ignore[misc]
-        if reason:
-            absent[name] = reason
-    return absent
+def load_trainee(name: str) -> None:
+    """Imports what one of `TRAINEES` needs; raises ImportError without it."""
+    if name.startswith("deepspeed"):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would search, and warn
+        importlib.import_module("deepspeed")
+
+
+def idle_of(peer: str) -> str:
+    """The trainee with the same step without exchange and optimizer, whose time is subtracted."""
+    return "idle" if peer in ("ddp", "zero") else "plain"
 
 
 def make_trainee(

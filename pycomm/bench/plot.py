@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from pycomm.bench.contestants import CollectiveRow
 
@@ -53,9 +54,21 @@ def draw(path: str, meta: dict[str, Any], rows: Sequence[CollectiveRow]) -> None
         _finish_panel(panel, sorted({row.bytes for row in rows}))
     figure.suptitle(_title(meta, rows), fontsize=14, fontweight="bold")
     figure.legend(loc="outside lower center", ncols=4, frameon=False, handlelength=3.2, fontsize=9)
+    save(figure, path)
+
+
+def save(figure: Figure, path: str) -> None:
+    """Writes a figure as a PNG, in a folder that is made if necessary."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
     plt.close(figure)
+
+
+def add_grid(panel: Axes) -> None:
+    """Adds a light grid, and takes away the lines above and to the right."""
+    panel.grid(color="#DDDDDD", linewidth=0.7)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 def _lines(rows: Sequence[CollectiveRow]) -> dict[Key, list[CollectiveRow]]:
@@ -103,7 +116,7 @@ def _styles(keys: list[Key]) -> dict[Key, dict[str, Any]]:
 
 
 def _finish_panel(panel: Axes, sizes: list[int]) -> None:
-    """Sets up the axis of sizes, and a light grid."""
+    """Sets up the axis of sizes, and the grid."""
     panel.set_xscale("log", base=2)
     step = -(-len(sizes) // MOST_TICKS)
     panel.xaxis.set_major_locator(FixedLocator([float(size) for size in sizes[::-1][::step]]))
@@ -111,9 +124,7 @@ def _finish_panel(panel: Axes, sizes: list[int]) -> None:
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(int(value))))
     panel.tick_params(axis="x", rotation=35)
     panel.set_xlabel("size")
-    panel.grid(color="#DDDDDD", linewidth=0.7)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
+    add_grid(panel)
 
 
 def _title(meta: dict[str, Any], rows: Sequence[CollectiveRow]) -> str:

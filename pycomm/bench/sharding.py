@@ -30,7 +30,7 @@ from pycomm._training.reducer import Reducer
 from pycomm.bench import peers, training, verify
 from pycomm.bench.optimizers import SCHEMES, Scheme
 from pycomm.bench.report import ResultRow, Results
-from pycomm.bench.streams import Mix, Task
+from pycomm.bench.streams import Mix, Outcome, Task
 from pycomm.bench.training import SETTLING, Trainee, TrainingSettings
 
 LR = 1e-4
@@ -95,7 +95,7 @@ HEADER = """\
 def run(settings: ShardSettings) -> None:
     """Measures all schemes and sizes; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
-        absent = peers.find_absent_trainees(settings.peers)
+        _, absent = peers.find(settings.peers, peers.load_trainee)
         present = tuple(peer for peer in settings.peers if peer not in absent)
         notes = (f"no {peer}: {reason}" for peer, reason in absent.items())
         results: Results[ShardRow] = training.begin(
@@ -120,36 +120,41 @@ def _run_case(name: str, settings: ShardSettings, group: pycomm.Group) -> list[S
     }
     idle = {
         alone: training.make(alone, settings, group, scheme.dtype)
-        for alone in dict.fromkeys(peers.IDLE[peer] for peer in settings.peers)
+        for alone in dict.fromkeys(map(peers.idle_of, settings.peers))
     }
-    wrong = _count_wrong(own, others, scheme)
+    wrong, parameters = _count_wrong(own, others, scheme), own["unsharded"].parameters
     rows: dict[str, ShardRow] = {}
     for suffix, bound in BOUNDS.items():
         calls = {mode + suffix: trainee.clip(bound).finish for mode, trainee in own.items()}
         if bound is None:
             calls |= {peer: trainee.step for peer, trainee in (others | idle).items()}
-        mix = make_mix(scheme, own["unsharded"].parameters, group.size, clips=bound is not None)
+        mix = make_mix(scheme, parameters, group.size, clips=bound is not None)
         outcome = Task(name, mix, calls).compete(settings.iters, group=group)
-        base_us = outcome.figures["unsharded" + suffix].time_us
-        for contestant, figures in outcome.figures.items():
-            if contestant in idle:
-                continue
-            time_us = figures.time_us
-            if contestant in others:
-                time_us -= outcome.figures[peers.IDLE[contestant]].time_us
+        for contestant in wrong.keys() & calls.keys():
             rows[contestant] = ShardRow(
                 scheme=name,
                 name=contestant,
                 ranks=group.size,
-                parameters=own["unsharded"].parameters,
-                iterations=figures.iterations,
-                time_us=round(time_us, 1),
-                ratio=round(base_us / time_us, 3),
-                floor_us=round(outcome.stream_us, 1),
-                floor_percent=round(100 * outcome.stream_us / time_us, 1),
+                parameters=parameters,
                 wrong=wrong[contestant],
+                **_figures(contestant, outcome, "unsharded" + suffix),
             )
     return [rows[contestant] for contestant in wrong]
+
+
+def _figures(contestant: str, outcome: Outcome, base: str) -> dict[str, Any]:
+    """The times of a row. A peer's are those of its whole step minus those of an idle one."""
+    figures = outcome.figures[contestant]
+    time_us = figures.time_us
+    if contestant in peers.TRAINEES:
+        time_us -= outcome.figures[peers.idle_of(contestant)].time_us
+    return {
+        "iterations": figures.iterations,
+        "time_us": round(time_us, 1),
+        "ratio": round(outcome.figures[base].time_us / time_us, 3),
+        "floor_us": round(outcome.stream_us, 1),
+        "floor_percent": round(100 * outcome.stream_us / time_us, 1),
+    }
 
 
 def _count_wrong(

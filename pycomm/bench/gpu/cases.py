@@ -14,7 +14,7 @@ from pycomm import optim
 from pycomm.bench.codecs import UNIT, CodecTask, make_tasks
 from pycomm.bench.optimizers import (
     SCHEMES,
-    OptimizerSettings,
+    OptimizerBenchSettings,
     make_params,
     make_sizes,
     our_step,
@@ -124,7 +124,7 @@ def step_cases(stem: str, nbytes: int, suffix: str, device: str) -> Iterator[lis
     scheme = SCHEMES[STEPS[stem]]
     held = 2 * scheme.dtype.itemsize + scheme.master_bytes + 2 * scheme.state_bytes
     count = int(nbytes / held) // UNIT * UNIT
-    settings = OptimizerSettings(name="adamw", count=count, device=device)
+    settings = OptimizerBenchSettings(name="adamw", count=count, device=device)
     plain, full = (scheme.mix("adamw", settings.count, full).total for full in (False, True))
     with_masters = STEPS[stem] == "bf16_remainder"
     peer: Call
@@ -159,7 +159,7 @@ def step_cases(stem: str, nbytes: int, suffix: str, device: str) -> Iterator[lis
 class TorchStep:
     """torch's fused AdamW on fp32 weights: the parameters, or masters of 16-bit ones."""
 
-    def __init__(self, settings: OptimizerSettings, dtype: torch.dtype) -> None:
+    def __init__(self, settings: OptimizerBenchSettings, dtype: torch.dtype) -> None:
         self._params = make_params(settings, dtype)
         self._masters = self._params
         if dtype != torch.float32:
@@ -269,7 +269,7 @@ def stream_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[KernelC
 def small_tensor_cases(device: str) -> Iterator[list[KernelCase]]:
     """A step of 500 small tensors."""
     scheme = SCHEMES["fp32"]
-    settings = OptimizerSettings(name="adamw", small=True, device=device)
+    settings = OptimizerBenchSettings(name="adamw", small=True, device=device)
     count = sum(make_sizes(settings))
     moved = scheme.mix("adamw", count, False).total
     yield [
