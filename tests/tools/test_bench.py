@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -110,6 +111,30 @@ def test_streams_move_what_they_say(read, write):
             assert all(operand.numel() == n for operand in call.args)
         assert writes == target.numel()
         assert reads == source.numel()
+
+
+def test_a_task_has_the_fastest_stream_as_its_floor():
+    mix = streams.Mix(4096, 4096)
+    outcome = streams.Task("nothing", mix, {"ours": int, "theirs": int}).compete(iters=7)
+    assert list(outcome.figures) == ["ours", "theirs"]
+    assert all(figures.iterations == 7 for figures in outcome.figures.values())
+    assert outcome.stream in streams.streams(mix, "cpu")
+    assert outcome.stream_us > 0
+
+
+def stream_together(group, path):
+    """Whether rank 1 has begun when rank 0 has ended."""
+    stream = next(iter(streams.streams(streams.Mix(64, 64), "cpu", group=group).values()))
+    pycomm.barrier(group=group)
+    if group.rank == 1:
+        time.sleep(0.2)
+        path.touch()
+    stream.call()
+    return path.exists()
+
+
+def test_streams_of_a_group_end_together(tmp_path):
+    assert run_group(2, stream_together, tmp_path / "begun") == [True, True]
 
 
 def test_codecs(tmp_path, capsys):
