@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -39,14 +39,14 @@ C10D = "time torch.distributed's operations on the backend pycomm, beside Gloo"
 OVERLAP = "time training steps, and say how much of the exchange backward does not hide"
 STEP = "time training steps, pycomm's exchange beside that of DDP on Gloo"
 SHARD = "exchange and optimizer step together, with and without shard='optimizer'"
-RUNS: dict[str, Callable[[Any], None]] = {
-    **dict.fromkeys(COLLECTIVES, collectives.run),
-    "codec": codecs.run,
-    "optimizer": optimizers.run,
-    "c10d": c10d.run,
-    "overlap": training.run_overlap,
-    "step": training.run_steps,
-    "shard": sharding.run,
+BENCHMARKS: dict[str, tuple[type[Settings], Callable[[Any], None]]] = {
+    **dict.fromkeys(COLLECTIVES, (collectives.CollectiveSettings, collectives.run)),
+    "codec": (codecs.CodecSettings, codecs.run),
+    "optimizer": (optimizers.OptimizerBenchSettings, optimizers.run),
+    "c10d": (c10d.C10dSettings, c10d.run),
+    "overlap": (training.TrainingSettings, training.run_overlap),
+    "step": (training.TrainingSettings, training.run_steps),
+    "shard": (sharding.ShardSettings, sharding.run),
 }
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 CODEC_DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
@@ -56,13 +56,12 @@ COMPRESSION_HELP = "none, bf16, fp16, int8, int8:BLOCK, topk:DENSITY"
 COMPRESSIONS = ("none", "bf16", "fp16", "int8", "topk:0.01")
 MOST_SECONDS = 1e6
 UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
-AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses, starts the ranks if necessary, and runs."""
     settings = parse(argv)
-    run = RUNS[settings.benchmark]
+    _, run = BENCHMARKS[settings.benchmark]
     if isinstance(settings, RankSettings):
         backend = "pycomm" if settings.benchmark == "c10d" else "gloo"
         launch.run(run, settings, ranks=settings.ranks, timeout=settings.timeout, backend=backend)
@@ -74,7 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     """Settings from a command line; exits with a message if they are not possible here.
 
     Returns:
-        The settings of the benchmark's own type, such as `CollectiveSettings`.
+        The settings of the benchmark's own type, whose fields have the names of the arguments.
     """
     parser = make_parser()
     arguments = parser.parse_args(argv)
@@ -86,65 +85,46 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU on this machine")
     if arguments.benchmark in COLLECTIVES:
-        return _collective_settings(parser, arguments)
-    if arguments.benchmark in ("overlap", "step"):
-        return _training_settings(parser, arguments)
-    if arguments.benchmark == "optimizer":
-        return _fill(optimizers.OptimizerBenchSettings, arguments)
-    if arguments.benchmark == "codec":
+        _set_sizes(parser, arguments)
+    elif arguments.benchmark == "codec":
         arguments.codecs = tuple(arguments.codecs or ("int8",))
-        return _fill(codecs.CodecSettings, arguments)
-    return _fill(c10d.C10dSettings, arguments)
-
-
-def _fill(kind: type[AnySettings], arguments: argparse.Namespace) -> AnySettings:
-    """The settings whose fields have the names of the arguments; others have their defaults."""
+    elif arguments.benchmark in ("overlap", "step"):
+        _set_parameters(parser, arguments)
+    kind, _ = BENCHMARKS[arguments.benchmark]
     names = [field.name for field in fields(kind) if hasattr(arguments, field.name)]
     return kind(**{name: getattr(arguments, name) for name in names})
 
 
-def _collective_settings(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace
-) -> collectives.CollectiveSettings:
-    if arguments.minbytes > arguments.maxbytes:
+def _set_sizes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Sets the sizes from the smallest to the largest, by factor or step, and what flags imply."""
+    current, step, factor = arguments.minbytes, arguments.stepbytes or 0, arguments.stepfactor
+    if current > arguments.maxbytes:
         parser.error("--minbytes must not exceed --maxbytes")
-    if arguments.stepfactor < 2 and not arguments.stepbytes:
+    if factor < 2 and not step:
         parser.error("--stepfactor must be at least 2")
     for name in arguments.dtypes:
         element = getattr(torch, name).itemsize
-        if arguments.minbytes % element or (arguments.stepbytes or 0) % element:
+        if current % element or step % element:
             parser.error(
                 f"--minbytes and --stepbytes must be multiples of an element's size, {element} for "
-                f"{name}, got {arguments.minbytes} and {arguments.stepbytes}"
+                f"{name}, got {current} and {arguments.stepbytes}"
             )
     launch.require("numpy", *(["matplotlib"] if arguments.plot else []))
-    arguments.sizes = _sizes(arguments)
-    buffer = arguments.buffer
-    arguments.buffers = ("tensor", "window") if buffer == "both" else (buffer,)
-    return _fill(collectives.CollectiveSettings, arguments)
-
-
-def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
-    """The sizes from the smallest to the largest, by factor or step."""
-    found, current = [], arguments.minbytes
+    found = []
     while current <= arguments.maxbytes:
         found.append(current)
-        current = (
-            current + arguments.stepbytes if arguments.stepbytes else current * arguments.stepfactor
-        )
-    return tuple(found)
+        current = current + step if step else current * factor
+    arguments.sizes = tuple(found)
+    arguments.check, buffer = bool(arguments.check), arguments.buffer
+    arguments.buffers = ("tensor", "window") if buffer == "both" else (buffer,)
 
 
-def _training_settings(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace
-) -> training.TrainingSettings:
+def _set_parameters(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     arguments.parameters = arguments.sizes[0]
     if getattr(arguments, "shard", False):
         arguments.benchmark = "shard"
-        return _fill(sharding.ShardSettings, arguments)
-    if len(arguments.sizes) > 1:
+    elif len(arguments.sizes) > 1:
         parser.error("--parameters must be one number without --shard")
-    return _fill(training.TrainingSettings, arguments)
 
 
 def make_parser() -> argparse.ArgumentParser:
