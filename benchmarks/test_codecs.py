@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.bench.codec_tasks import Task, tasks
+from pycomm.bench.codecs import CodecTask, make_tasks
 
 SIZES = {"64KiB": 64 << 10, "4MiB": 4 << 20}
 DTYPES = ("float32", "float16", "bfloat16")
@@ -42,24 +42,24 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def task(benchmark: Any, size: str, dtype: str, codec: str, operation: str) -> Task:
+def task(benchmark: Any, size: str, dtype: str, codec: str, operation: str) -> CodecTask:
     benchmark.group = f"{size} {dtype} {codec} {operation}"
     kind: torch.dtype = getattr(torch, dtype)
     x = torch.randn(SIZES[size] // kind.itemsize).to(kind)
-    found = {task.operation: task for task in tasks(pycomm.parse_compression(codec), x)}
+    found = {task.name: task for task in make_tasks(pycomm.parse_compression(codec), x)}
     return found[operation]
 
 
 @sized
 @typed
 @operating
-def test_codec(benchmark: Any, task: Task) -> None:
-    benchmark(task.ours)
-    assert task.wrong() == 0
+def test_codec(benchmark: Any, task: CodecTask) -> None:
+    benchmark(task.contestants["pycomm"])
+    assert task.count_wrong() == 0
 
 
 @sized
 @typed
 @operating
-def test_torch(benchmark: Any, task: Task) -> None:
-    benchmark(task.by_torch)
+def test_torch(benchmark: Any, task: CodecTask) -> None:
+    benchmark(task.contestants["torch"])

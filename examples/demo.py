@@ -11,7 +11,7 @@ import train_lm
 from showing import draw_losses
 
 import pycomm
-from pycomm.bench import cli, extras, launch
+from pycomm.bench import cli, launch
 
 RANKS = 2
 STEPS = 600
@@ -56,7 +56,7 @@ def tabulate(runs: dict[str, train_lm.Run]) -> list[str]:
 
 def main() -> None:
     """Trains, measures, draws, and prints a summary."""
-    extras.require("rich", "matplotlib")
+    launch.require("rich", "matplotlib")
     results, picture = OUT / "demo.json", OUT / "demo.png"
     print(f"1. A small transformer under DDP on {RANKS} ranks, with and without compression\n")
     launch.run(train_all, ranks=RANKS)

@@ -18,7 +18,7 @@ from torch import profiler
 from torch.nn import functional
 from train_lm import BATCH, CONTEXT, OUT, draw_batch, read_corpus
 
-from pycomm.bench import extras, launch
+from pycomm.bench import launch
 
 TRACED = 5  # steps that the profiler records; of these the last ones are drawn
 DRAWN = 2
@@ -217,7 +217,7 @@ def parser_of(script: str, doc: str | None) -> argparse.ArgumentParser:
 
 def run(train: Callable[..., Log], arguments: argparse.Namespace, *more: str) -> None:
     """Calls ``train(steps, plot, *more)`` on every rank of a group on pycomm."""
-    extras.require("rich", "matplotlib")
+    launch.require("rich", "matplotlib")
     launch.run(
         train, arguments.steps, arguments.plot, *more, ranks=arguments.ranks, backend="pycomm"
     )

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import hooks
-from pycomm.bench import extras, launch
+from pycomm.bench import launch
 
 VOCABULARY = 128  # ASCII
 CONTEXT = 64
@@ -368,7 +368,7 @@ def main() -> None:
         parser.error("--shard needs --mode wrapper")
     if arguments.error_reset and (mode == "wrapper" or arguments.compression == "none"):
         parser.error("--error-reset needs --mode ddp and a --compression")
-    extras.require("rich", "matplotlib")
+    launch.require("rich", "matplotlib")
     settings = Settings(
         mode, arguments.compression, arguments.steps, arguments.trace, shard, arguments.error_reset
     )

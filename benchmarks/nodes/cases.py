@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.nodes.namespaces import BURST_BYTES
-from pycomm.advise.cluster import Cluster, Link
 from pycomm.advise.constants import Constants
-from pycomm.advise.model import Model
-from pycomm.advise.training import predict
-from pycomm.bench.cases import MIB
+from pycomm.advise.model import Cluster, Link, Model, predict
+from pycomm.bench.report import MIB, ResultRow
 
 RATES = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
 COMPRESSIONS = ("none", "bf16", "int8", "topk:0.01")
@@ -59,8 +57,8 @@ class Layout:
 
 
 @dataclass
-class Row:
-    """One contestant in one case; the keys of the JSON file. Written before it is measured.
+class NodeRow(ResultRow):
+    """One contestant in one case. It is written before it is measured.
 
     Attributes:
         case: ``"all_reduce"``, ``"training"``, or one of `SHARDED_CASES`.
@@ -92,6 +90,23 @@ class Row:
         self.time_us, self.link_bytes, self.rounds = round(time_us, 1), link_bytes, rounds
         self.ratio = round(base_us / time_us, 3)
 
+    def line(self) -> str:
+        """The line of the table."""
+        what = f"{self.case:>22}  {self.nodes} x {self.ranks_per_node}  {self.rate:>8} "
+        times = (_number(value, 1e-3, 10) for value in (self.time_us, self.predicted_us))
+        sent = (_number(value, 1e-6, 9) for value in (self.link_bytes, self.predicted_link_bytes))
+        return " ".join(
+            [
+                f"{what}{self.bytes / 1e6:10.2f}  {self.contestant:22}",
+                *times,
+                _off(self.time_us, self.predicted_us),
+                *sent,
+                _off(self.link_bytes, self.predicted_link_bytes),
+                _number(self.ratio, 1, 6),
+                _number(self.goal, 1, 6),
+            ]
+        ).rstrip()
+
 
 def split(contestant: str) -> tuple[str, str]:
     """The model's algorithm and compression of ``"gloo"``, ``"pycomm int8"``."""
@@ -101,7 +116,7 @@ def split(contestant: str) -> tuple[str, str]:
     return "stripes", compression.partition(":")[0]
 
 
-def all_reduce_rows(layout: Layout, nbytes: int, constants: Constants, cores: int) -> list[Row]:
+def all_reduce_rows(layout: Layout, nbytes: int, constants: Constants, cores: int) -> list[NodeRow]:
     """Predictions of an all-reduce of float32 by every contestant.
 
     The model knows no residuals.
@@ -114,7 +129,7 @@ def all_reduce_rows(layout: Layout, nbytes: int, constants: Constants, cores: in
         exchange = model.exchange(*split(contestant), nbytes // 4)
         is_goal = layout.nodes == 2 and layout.rate == "1gbit" and nbytes == 64 * MIB
         rows.append(
-            Row(
+            NodeRow(
                 "all_reduce", layout.nodes, layout.ranks, layout.rate, contestant, nbytes,
                 None if contestant == unknown else round(1e6 * exchange.seconds, 1),
                 round(exchange.link_bytes),
@@ -126,14 +141,14 @@ def all_reduce_rows(layout: Layout, nbytes: int, constants: Constants, cores: in
 
 def training_rows(
     layout: Layout, parameters: int, compute: float, constants: Constants, cores: int
-) -> list[Row]:
+) -> list[NodeRow]:
     """Predictions of a training step that computes for `compute` seconds."""
     model = Model(layout.cluster(constants, cores), constants, DENSITY)
     rows = []
     for contestant, what in TRAINEES.items():
         step = what and predict(model, *what, parameters, compute, BUCKET_MIB * MIB)
         rows.append(
-            Row(
+            NodeRow(
                 "training", layout.nodes, layout.ranks, layout.rate, contestant, 4 * parameters,
                 round(1e6 * step.seconds, 1) if step else None,
                 round(step.bucket.link_bytes * step.buckets) if step else None,
@@ -146,11 +161,11 @@ def training_rows(
 SHARDED_CASES = ("step", "exchange and optimizer")
 
 
-def sharded_rows(layout: Layout, parameters: int, names: Iterable[str]) -> list[Row]:
+def sharded_rows(layout: Layout, parameters: int, names: Iterable[str]) -> list[NodeRow]:
     """Steps of wrappers, which the model does not predict."""
     goals = SHARDED_GOALS if layout == Layout(2, 1, "1gbit") else {}
     return [
-        Row(
+        NodeRow(
             case, layout.nodes, layout.ranks, layout.rate, name, 4 * parameters, None, None,
             goal=goals.get(name) if case != "step" else None,
         )
@@ -162,24 +177,6 @@ def sharded_rows(layout: Layout, parameters: int, names: Iterable[str]) -> list[
 HEADER = """\
 #                 case  nodes      rate       size  contestant                   time  predicted    off     sends   formula    off   base   goal
 #                     x ranks                 (MB)                               (ms)       (ms)    (%)      (MB)      (MB)    (%) / this"""  # noqa: E501
-
-
-def format_row(row: Row) -> str:
-    """Formats a line of the table."""
-    what = f"{row.case:>22}  {row.nodes} x {row.ranks_per_node}  {row.rate:>8} "
-    times = (_number(value, 1e-3, 10) for value in (row.time_us, row.predicted_us))
-    sent = (_number(value, 1e-6, 9) for value in (row.link_bytes, row.predicted_link_bytes))
-    return " ".join(
-        [
-            f"{what}{row.bytes / 1e6:10.2f}  {row.contestant:22}",
-            *times,
-            _off(row.time_us, row.predicted_us),
-            *sent,
-            _off(row.link_bytes, row.predicted_link_bytes),
-            _number(row.ratio, 1, 6),
-            _number(row.goal, 1, 6),
-        ]
-    ).rstrip()
 
 
 def _number(value: float | None, scale: float, width: int) -> str:

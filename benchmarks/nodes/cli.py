@@ -29,9 +29,8 @@ from benchmarks.nodes.cases import (
     SHARDED_CASES,
     TRAINEES,
     Layout,
-    Row,
+    NodeRow,
     all_reduce_rows,
-    format_row,
     sharded_rows,
     training_rows,
 )
@@ -40,8 +39,7 @@ from benchmarks.nodes.ranks import POLL_S, write
 from benchmarks.nodes.sharded import BASE, STEPPERS
 from pycomm import collect_env
 from pycomm.advise import constants
-from pycomm.bench import report
-from pycomm.bench.cases import MIB
+from pycomm.bench.report import MIB, Results, Settings
 
 PORT = 29500
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,23 +100,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-class Results:
-    """Collects rows, and writes them to the screen and the file as they arrive."""
+class NodeResults(Results[NodeRow]):
+    """Rows that are in the file before they are measured, and on the screen afterwards."""
 
     def __init__(self, options: argparse.Namespace, known: constants.Constants) -> None:
-        self.path = options.json
         command = shlex.join(["python", "-m", "benchmarks.nodes", *sys.argv[1:]])
-        self.meta = report.circumstances(command) | {
-            "constants": {
-                "date": known.machine["date"],
-                "links": {name: asdict(c) for name, c in known.values.items() if "link." in name},
-            }
-        }
-        self.rows: list[Row] = []
-        print(f"# nodes on {report.place(self.meta)}\n# {report.versions(self.meta)}")
-        print(f"# load {self.meta['load_before']:.2f}\n{HEADER}", flush=True)
+        links = {name: asdict(c) for name, c in known.values.items() if "link." in name}
+        super().__init__(
+            Settings(json=options.json, command=command),
+            constants={"date": known.machine["date"], "links": links},
+        )
+        self.begin(f"nodes on {self.place}", HEADER)
 
-    def predict(self, rows: list[Row]) -> None:
+    def predict(self, rows: list[NodeRow]) -> None:
         """Writes predictions to the file."""
         self.rows += rows
         self.save()
@@ -131,16 +125,10 @@ class Results:
             if here == meant and row.rate == answered["rate"] and row.time_us is None:
                 base = BASE if row.case in SHARDED_CASES else PEER
                 row.fill(base_us=figures[base]["time_us"], **figures[row.contestant])
-                print(format_row(row), flush=True)
+                self.say(row.line())
         if answered["case"] == "training":
             self._note_training(answered)
         self.save()
-
-    def save(self) -> None:
-        """Writes the file, if there is one."""
-        self.meta["load_after"] = os.getloadavg()[0]
-        if self.path:
-            report.write_json(self.path, self.meta, map(asdict, self.rows))
 
     def _note_training(self, answered: dict[str, Any]) -> None:
         figures, losses = answered["figures"], answered["losses"]
@@ -226,7 +214,7 @@ def questions(folder: Path, started: list[Any]) -> Iterator[tuple[dict[str, Any]
 
 
 def exchange(
-    count: int, ranks: int, options: argparse.Namespace, known: constants.Constants, to: Results
+    count: int, ranks: int, options: argparse.Namespace, known: constants.Constants, to: NodeResults
 ) -> None:
     """Measures all-reduces and training on `count` nodes."""
     cores, nbytes = collect_env.usable_cores(), options.mib * MIB
@@ -265,7 +253,7 @@ def exchange(
             write(answer, None)
 
 
-def cut_links(trials: int, to: Results) -> None:
+def cut_links(trials: int, to: NodeResults) -> None:
     """Two nodes whose link is cut while they exchange; every rank must raise in time."""
     plan = {"what": "cut", "trials": trials, "timeout": CUT_TIMEOUT, "bytes": CUT_BYTES}
     rng, cuts = random.Random(0), []
@@ -346,7 +334,7 @@ def main() -> None:
     known = constants.load()
     if not options.sharded:
         known = with_links(known)
-    results = Results(options, known)
+    results = NodeResults(options, known)
     for count, ranks in options.layouts:
         exchange(count, ranks, options, known, results)
     if options.cuts and not options.sharded:

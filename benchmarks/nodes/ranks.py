@@ -31,10 +31,9 @@ from benchmarks.nodes.cases import (
 from benchmarks.nodes.namespaces import sent_bytes
 from pycomm._runtime.torch_private import GradBucket
 from pycomm.bench import training
-from pycomm.bench.cases import Case
-from pycomm.bench.contestants import Compressed, Contestant, Pycomm
-from pycomm.bench.overlap import Link
+from pycomm.bench.contestants import Case, Compressed, Contestant, Pycomm
 from pycomm.bench.peers import TorchPeer
+from pycomm.bench.training import EmulatedLink
 
 POLL_S = 0.01
 SETUP_S = 60.0
@@ -119,9 +118,9 @@ def all_reduces(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]
         field: dict[str, Contestant] = {"gloo": TorchPeer.gloo()[0]}
         for name in COMPRESSIONS:
             make = Pycomm if name == "none" else Compressed
-            field[f"pycomm {name}"] = make(group, "auto", "tensor", name)
+            field[f"pycomm {name}"] = make(group=group, compression=name)
         field[f"pycomm {WITH_FEEDBACK}{FEEDBACK}"] = Compressed(
-            group, "auto", "tensor", WITH_FEEDBACK, feedback=True
+            group=group, compression=WITH_FEEDBACK, feedback=True
         )
         prepared = {name: contestant.prepare(what) for name, contestant in field.items()}
         calls = {name: run.call for name, run in prepared.items()}
@@ -163,26 +162,20 @@ def train(group: pycomm.Group, asking: Asking, case: dict[str, Any]) -> None:
     """Measures steps of every trainee, and for pycomm's also the exchange alone."""
     asking.ask("rate", rate=case["rate"])
     settings = training.TrainingSettings(
-        "nodes",
-        group.size,
-        case["parameters"],
-        case["batch"],
-        (),
-        None,
-        SETUP_S,
-        None,
-        "",
-        case["bucket_cap_mb"],
+        ranks=group.size,
+        parameters=case["parameters"],
+        batch=case["batch"],
+        bucket_cap_mb=case["bucket_cap_mb"],
     )
     idle = make_trainee("idle", group, settings)
     alone = interleave({"compute": idle.step}, case["rounds"])["compute"]["time_us"]
-    parameters = training.count_parameters(idle)
+    parameters = idle.parameters
     asking.ask("predict", parameters=parameters, compute_us=alone, rate=case["rate"])
     trainees = {name: make_trainee(name, group, settings) for name in TRAINEES}
     calls = {"compute": idle.step, **{name: t.step for name, t in trainees.items()}}
     for name, trainee in trainees.items():
         if trainee.state is not None:
-            link = Link(trainee.state)
+            link = EmulatedLink(trainee.state)
             trainee.step()  # so that it knows the buckets
             calls[f"{name}, exchange alone"] = link.exchange
     figures = interleave(calls, case["rounds"])

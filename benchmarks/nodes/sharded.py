@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pycomm
-from pycomm.bench.optim_tasks import SCHEMES
-from pycomm.bench.shard_tasks import Own
+from pycomm.bench.optimizers import SCHEMES
+from pycomm.bench.sharding import WrappedTrainee
 from pycomm.bench.training import TrainingSettings
 
 BASE = "unsharded"
@@ -23,14 +23,14 @@ STEPPERS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(group: pycomm.Group, parameters: int) -> dict[str, Own]:
+def make(group: pycomm.Group, parameters: int) -> dict[str, WrappedTrainee]:
     """Each contestant, with FusedAdamW in fp32."""
-    settings = TrainingSettings("nodes", group.size, parameters, BATCH, (), None, 60.0, None, "")
+    settings = TrainingSettings(ranks=group.size, parameters=parameters, batch=BATCH)
     scheme = SCHEMES["fp32"]
-    return {name: Own(settings, scheme, group, **how) for name, how in STEPPERS.items()}
+    return {name: WrappedTrainee(settings, scheme, group, **how) for name, how in STEPPERS.items()}
 
 
-def cases(steppers: dict[str, Own]) -> dict[str, dict[str, Callable[[], None]]]:
+def cases(steppers: dict[str, WrappedTrainee]) -> dict[str, dict[str, Callable[[], None]]]:
     """The calls of each contestant: of a whole step, and of exchange and optimizer alone."""
     for stepper in steppers.values():
         stepper.step()  # so that buckets have their order

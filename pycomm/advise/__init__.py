@@ -1,4 +1,5 @@
 """Predicts the cost of exchanges between nodes: ``python -m pycomm.advise``.
 
-docs/advisor.md derives the model. Its constants were measured (:mod:`.constants`).
+`model` predicts, as docs/advisor.md derives it, from `constants`, which `measure` measures.
+`advice` chooses and says why, `plot` draws, and `cli` is the command line.
 """

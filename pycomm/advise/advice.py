@@ -1,17 +1,35 @@
-"""Chooses an exchange, and finds the link's rate at which a compression stops paying."""
+"""The advice: an exchange to choose, and the rates at which compressions stop paying; in words."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pycomm.advise.cluster import Cluster, Link
 from pycomm.advise.constants import COMPRESSIONS, Constants
-from pycomm.advise.model import ALGORITHMS, Model, possible
-from pycomm.advise.training import Step, predict
+from pycomm.advise.model import (
+    ALGORITHMS,
+    Cluster,
+    Link,
+    Model,
+    PredictedStep,
+    possible,
+    predict,
+)
 
 OURS = "stripes"  # pycomm's algorithm between nodes
 WORTH = 0.98  # a compression that saves less than a fiftieth of the time is not worth its error
 SLOWEST, FASTEST = 1e6, 1e13  # bits per second; the search for a break-even stays between them
+COLUMNS = (
+    ("", "algorithm"),
+    ("", "compression"),
+    ("step", "ms"),
+    ("exposed", "ms"),
+    ("exchange", "ms"),
+    ("rank sends", "MB"),
+    ("link carries", "MB"),
+)
+NOTES = """\
+exchange: all gradients, with nothing else to do; exposed: what of it the step waits for
+ring: Gloo and NCCL; stripes: pycomm, every rank of a node exchanges its part"""
 
 
 @dataclass(frozen=True)
@@ -32,7 +50,7 @@ class Question:
     density: float
     constants: Constants
 
-    def step(self, algorithm: str, compression: str) -> Step:
+    def step(self, algorithm: str, compression: str) -> PredictedStep:
         """The prediction for one way to exchange."""
         model = Model(self.cluster, self.constants, self.density)
         return predict(model, algorithm, compression, self.parameters, self.compute)
@@ -42,7 +60,7 @@ class Question:
         link: Link = replace(self.cluster.link, rate=rate)
         return replace(self, cluster=replace(self.cluster, link=link))
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[PredictedStep]:
         """The predictions for every combination of algorithm and compression that exists."""
         return [
             self.step(algorithm, compression)
@@ -52,7 +70,7 @@ class Question:
         ]
 
 
-def choose(question: Question) -> Step:
+def choose(question: Question) -> PredictedStep:
     """The fastest of our exchanges; of nearly equal ones, the one that changes gradients least."""
     steps = [question.step(OURS, compression) for compression in COMPRESSIONS]
     fastest = min(step.seconds for step in steps)
@@ -80,3 +98,112 @@ def break_even(question: Question, compression: str) -> float | None:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if pays(middle) else (low, middle)
     return low
+
+
+def show(question: Question) -> None:
+    """Prints everything; the answer comes last."""
+    steps, best = question.steps(), choose(question)
+    print(headline(question), "", table(steps, best), "", NOTES, provenance(question), "", sep="\n")
+    print("\n".join(recommend(question, best)))
+
+
+def headline(question: Question) -> str:
+    """The question as a line of text."""
+    cluster = question.cluster
+    return (
+        f"{human_count(question.parameters)} parameters, {cluster.ranks:,} ranks on "
+        f"{cluster.nodes:,} nodes, links of {human_rate(cluster.link.rate)}, "
+        f"{question.compute * 1e3:g} ms of computation per step"
+    )
+
+
+def provenance(question: Question) -> str:
+    """The source of the constants."""
+    machine = question.constants.machine
+    cores, cpu = machine["machine"]["cores"], machine["machine"]["cpu"]
+    return f"constants: {cores} cores of {cpu}, {machine['date'][:10]}; yours: --measure"
+
+
+def cells(step: PredictedStep) -> tuple[str, ...]:
+    """A line of the table; bytes are those of a whole step."""
+    bucket = step.bucket
+    figures = (
+        *(1e3 * seconds for seconds in (step.seconds, step.exposed, step.exchange)),
+        *(1e-6 * nbytes * step.buckets for nbytes in (bucket.rank_bytes, bucket.link_bytes)),
+    )
+    return (bucket.algorithm, bucket.compression, *map(human_figure, figures))
+
+
+def table(steps: list[PredictedStep], best: PredictedStep) -> str:
+    """A line for every step, a block for every algorithm; an asterisk marks the choice."""
+    header = list(zip(*COLUMNS, strict=True))
+    widths = [max(map(len, c)) for c in zip(*header, *map(cells, steps), strict=True)]
+    lines = [_line(" ", part, widths) for part in header]
+    algorithm = None
+    for step in steps:
+        if step.bucket.algorithm != algorithm:
+            algorithm = step.bucket.algorithm
+            lines.append("-" * len(lines[1]))
+        lines.append(_line("*" if step == best else " ", cells(step), widths))
+    return "\n".join(lines)
+
+
+def _line(mark: str, texts: tuple[str, ...], widths: list[int]) -> str:
+    padded = [
+        f"{text:<{width}}" if index < 2 else f"{text:>{width}}"
+        for index, (text, width) in enumerate(zip(texts, widths, strict=True))
+    ]
+    return f"{mark} {'  '.join(padded)}"
+
+
+def recommend(question: Question, best: PredictedStep) -> list[str]:
+    """The advice, as lines of text."""
+    compression, none = best.bucket.compression, question.step(OURS, "none")
+    choice = f"Choose * {OURS}, {compression}: {human_figure(1e3 * best.seconds)} ms a step, "
+    if compression == "none":
+        choice += "no compression saves 2 % of it."
+    else:
+        choice += f"{none.seconds / best.seconds:.3g} times as fast as uncompressed."
+    lines = [choice]
+    fastest = min(question.steps(), key=lambda step: step.seconds)
+    if fastest.seconds < WORTH * best.seconds:
+        what = f"{fastest.bucket.algorithm}, {fastest.bucket.compression}"
+        lines.append(f"Faster, but not pycomm's: {what}, {human_figure(1e3 * fastest.seconds)} ms.")
+    if compression == "topk":
+        safe = human_figure(1e3 * question.step(OURS, "int8").seconds)
+        lines += [
+            "That is time alone. At a density of 1 % a small language model ended with a loss",
+            "13 % higher with AdamW, 8 % with momentum: docs/data-parallel.md.",
+            f"With int8, {safe} ms a step, no difference could be found.",
+        ]
+    lines += [f"{name} {_paying(question, name)}" for name in COMPRESSIONS[1:]]
+    return lines
+
+
+def _paying(question: Question, compression: str) -> str:
+    limit = break_even(question, compression)
+    less = " or ".join(reversed(COMPRESSIONS[: COMPRESSIONS.index(compression)]))
+    if limit is None:
+        return f"does not pay here: {less} takes as long on every link."
+    if limit == float("inf"):
+        return "pays on every link."
+    return f"pays on links below {human_rate(limit)}; above, {less} takes as long."
+
+
+def human_figure(value: float) -> str:
+    """Formats a number with its significant digits: 12,409, 86.4, 0.25."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def human_rate(rate: float) -> str:
+    """Formats bits per second: 100 Mbit/s, 2.5 Gbit/s."""
+    unit, name = (1e9, "Gbit/s") if rate >= 1e9 else (1e6, "Mbit/s")
+    return f"{rate / unit:.3g} {name}"
+
+
+def human_count(number: int) -> str:
+    """Formats a count: 125M, 1.3B."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return str(number)

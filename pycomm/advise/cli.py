@@ -8,11 +8,10 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pycomm.advise import constants, measure, table
+from pycomm.advise import advice, constants, measure
 from pycomm.advise.advice import Question
-from pycomm.advise.cluster import Cluster, Link
-from pycomm.advise.model import MOST_RANKS, compression_of
-from pycomm.bench import extras, launch
+from pycomm.advise.model import MOST_RANKS, Cluster, Link, compression_of
+from pycomm.bench import launch
 
 DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 QUESTION = ("params", "ranks", "nodes", "step_ms")
@@ -127,9 +126,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if file and arguments.measure and not file.absolute().parent.is_dir():
         parser.error(f"--constants: there is no folder {file.parent}")
     if arguments.measure:
-        extras.require("numpy")  # for torch's collectives of objects
+        launch.require("numpy")  # for torch's collectives of objects
     if arguments.plot:
-        extras.require("matplotlib")
+        launch.require("matplotlib")
     return arguments
 
 
@@ -156,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{arguments.constants}: {len(known.values)} constants")
         return
     question = make_question(arguments, known)
-    table.show(question)
+    advice.show(question)
     if arguments.plot:
         from pycomm.advise import plot
 

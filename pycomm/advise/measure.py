@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,9 +28,8 @@ from pycomm._runtime.rendezvous import node_identity
 from pycomm.advise.constants import COMPRESSIONS, Constant, Constants
 from pycomm.advise.model import compression_of
 from pycomm.bench import launch, report
-from pycomm.bench.cases import MIB
-from pycomm.bench.contestants import Prepared
-from pycomm.bench.measure import interleave
+from pycomm.bench.measure import compete
+from pycomm.bench.report import MIB
 
 CODED_ELEMENTS = 4 * MIB  # 16 MiB: more than a core's caches hold
 DENSITY = 0.01
@@ -71,15 +71,16 @@ def measure() -> Constants:
 def codec_constants() -> dict[str, Constant]:
     """The time to encode and decode an element, for every compression."""
     x = torch.randn(CODED_ELEMENTS, generator=torch.Generator().manual_seed(0))
-    out, names, runs = torch.zeros_like(x), [], []
-    for compression in COMPRESSIONS:
-        for operation, call in _codec_calls(compression, x, out).items():
-            names.append(f"{compression}.{operation}")
-            runs.append(Prepared(x, out, call))
+    out = torch.zeros_like(x)
+    calls = {
+        f"{compression}.{operation}": call
+        for compression in COMPRESSIONS
+        for operation, call in _codec_calls(compression, x, out).items()
+    }
     source = f"pycomm.bench.measure, one thread, {CODED_ELEMENTS} elements (top-k of 1 %)"
     return {
         name: Constant(_rounded(figure.time_us * 1e3 / CODED_ELEMENTS), "ns/element", source)
-        for name, figure in zip(names, interleave(None, runs, ITERS), strict=True)
+        for name, figure in compete(None, calls, ITERS).items()
     }
 
 
@@ -119,11 +120,11 @@ def local_constants(nodes: list[str]) -> dict[str, Constant]:
         if node == nodes[dist.get_rank()]:
             mine = members
     with pycomm.init(mine) as group:
-        runs = [
-            Prepared(x, x, lambda x=x: pycomm.all_reduce(x, group=group))  # type: ignore[misc]
-            for x in (torch.zeros(nbytes // 4) for nbytes in (SMALL, LARGE))
-        ]
-        small, large = interleave(group, runs, ITERS)
+        calls = {
+            f"{nbytes} bytes": partial(pycomm.all_reduce, torch.zeros(nbytes // 4), group=group)
+            for nbytes in (SMALL, LARGE)
+        }
+        small, large = compete(group, calls, ITERS).values()
         ranks = group.size
     source = f"pycomm.all_reduce of {ranks} ranks on one node,"
     per_byte = max((large.time_us - small.time_us) * 1e3 / LARGE, 1e-3)  # one rank has no bytes

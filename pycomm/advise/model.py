@@ -1,5 +1,6 @@
-"""Predicts all-reduces from latency, bandwidth and the work of cores: pycomm's, and a ring.
+"""The model: a cluster, its all-reduces, and training steps that hide what they can of these.
 
+All-reduces, pycomm's and a ring, are predicted from latency, bandwidth and the work of cores.
 docs/advisor.md derives all formulas, with the names used here.
 """
 
@@ -7,22 +8,96 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pycomm
 from pycomm import _C
-from pycomm.advise.cluster import Cluster
 from pycomm.advise.constants import COMPRESSIONS, OPERATIONS, Constants
 
 MOST_RANKS = 16384  # the largest number that the command line accepts
 ELEMENT_BYTES = 4  # gradients are float32
 SEGMENT_BYTES = 1 << 20  # the most that Gloo's ring sends at a time; a part has at least two
 TILED = ("bf16", "int8")  # reduced inside a node tile by tile, while others are on the wire
+BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default
+BACKWARD = 2 / 3  # of a step's computation: two of its three multiplications per weight
 UNDER_WAY = _C.pipeline_depth + 1  # tiles in each phase: one is waited for, others follow
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Link:
+    """A node's connection to the others, with the same rate in both directions at once.
+
+    Attributes:
+        rate: bits per second on the wire.
+        latency: seconds from the sending of a small message to its arrival.
+        payload: bytes of messages per byte on the wire.
+        burst: bytes that pass at once after a pause: 0 except with a token bucket (``tc ... tbf``).
+    """
+
+    rate: float
+    latency: float
+    payload: float = 1.0
+    burst: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rate <= 0:
+            raise ValueError(f"rate must be positive, got {self.rate}")
+        if self.latency < 0 or self.burst < 0:
+            raise ValueError(
+                f"latency and burst must not be negative, got {self.latency}, {self.burst}"
+            )
+        if not 0 < self.payload <= 1:
+            raise ValueError(f"payload must be above 0 and at most 1, got {self.payload}")
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Seconds per byte of a message, without latency."""
+        return 8 / (self.rate * self.payload)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks that are spread over nodes as evenly as possible.
+
+    Attributes:
+        ranks: the number of ranks of all nodes together.
+        nodes: the number of nodes.
+        link: the link of each node.
+        cores_per_rank: 2 or more if an exchange does not slow down computation, 1 if both share a
+            core, less if ranks take turns on cores.
+    """
+
+    ranks: int
+    nodes: int
+    link: Link
+    cores_per_rank: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise ValueError(f"nodes must be at least 1, got {self.nodes}")
+        if self.ranks < self.nodes:
+            raise ValueError(f"ranks must be at least nodes, {self.nodes}, got {self.ranks}")
+        if self.cores_per_rank <= 0:
+            raise ValueError(f"cores_per_rank must be positive, got {self.cores_per_rank}")
+
+    @property
+    def stripes(self) -> int:
+        """Ranks of a node that exchange with other nodes: as many as the smallest node has."""
+        return self.ranks // self.nodes
+
+    @property
+    def most_ranks(self) -> int:
+        """The number of ranks of the fullest node."""
+        return -(-self.ranks // self.nodes)
+
+    @property
+    def slowdown(self) -> float:
+        """The factor by which a rank's work takes longer because ranks take turns on cores."""
+        return max(1.0, 1.0 / self.cores_per_rank)
+
+
+@dataclass(frozen=True)
+class PredictedExchange:
     """The predicted cost of an all-reduce of one tensor.
 
     Attributes:
@@ -91,7 +166,7 @@ class Model:
             raise ValueError(f"density must be above 0 and at most 1, got {density}")
         self.cluster, self.constants, self.density = cluster, constants, density
 
-    def exchange(self, algorithm: str, compression: str, elements: int) -> Exchange:
+    def exchange(self, algorithm: str, compression: str, elements: int) -> PredictedExchange:
         """Predicts an all-reduce of float32 elements.
 
         Args:
@@ -143,7 +218,7 @@ class Model:
         per_byte = self.constants["local.all_reduce"] * share * self.cluster.slowdown
         return self.constants["local.latency"] + elements * ELEMENT_BYTES * per_byte
 
-    def _ring(self, compression: str, elements: int) -> Exchange:
+    def _ring(self, compression: str, elements: int) -> PredictedExchange:
         """All ranks in one ring; neighbours share a node if possible."""
         cluster = self.cluster
         n, far = cluster.ranks, cluster.nodes if cluster.nodes > 1 else 0
@@ -156,7 +231,7 @@ class Model:
         around += (n - far) * (self.constants["local.latency"] * steps + memory / segments)
         core = self._coding(compression, elements, n)
         core += self._sending(sent, steps * segments) if far else 0.0
-        return Exchange(
+        return PredictedExchange(
             algorithm="ring",
             compression=compression,
             rank_bytes=sent,
@@ -168,14 +243,14 @@ class Model:
             rounds=steps * segments,
         )
 
-    def _stripes(self, compression: str, elements: int) -> Exchange:
+    def _stripes(self, compression: str, elements: int) -> PredictedExchange:
         """Reduces inside each node, where each rank exchanges a part with the other nodes."""
         cluster, latency, stripes = self.cluster, self.cluster.link.latency, self.cluster.stripes
         nodes, nbytes = cluster.nodes, self._encoded(elements, compression)
         local = self._local(elements)
         inside = two_shot_bytes(elements * ELEMENT_BYTES, cluster.most_ranks)
         if nodes == 1:
-            return Exchange("stripes", compression, inside, 0.0, 0.0, 0.0, local, 0.0, 1)
+            return PredictedExchange("stripes", compression, inside, 0.0, 0.0, 0.0, local, 0.0, 1)
         sent = two_shot_bytes(nbytes, nodes)
         # A handshake, contributions, results; top-k sends each list after its length.
         rounds, trips, messages = 1, 5, 5
@@ -195,7 +270,7 @@ class Model:
             core, local = core + local, 0.0
         # A tile's slot is free again once the tile has arrived and has been added.
         turn = latency + core / rounds
-        return Exchange(
+        return PredictedExchange(
             algorithm="stripes",
             compression=compression,
             rank_bytes=inside + sent / stripes,
@@ -208,7 +283,7 @@ class Model:
         )
 
 
-ALGORITHMS: dict[str, Callable[[Model, str, int], Exchange]] = {
+ALGORITHMS: dict[str, Callable[[Model, str, int], PredictedExchange]] = {
     "ring": Model._ring,
     "stripes": Model._stripes,
 }
@@ -217,3 +292,91 @@ ALGORITHMS: dict[str, Callable[[Model, str, int], Exchange]] = {
 def possible(algorithm: str, compression: str) -> bool:
     """True if the algorithm is ours, or if DDP has a hook for the compression."""
     return algorithm == "stripes" or compression in ("none", "bf16")
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """A training step with one way to exchange gradients; all times in seconds.
+
+    Attributes:
+        bucket: the exchange of a bucket.
+        slower: the same while backward computes on the core that it needs; `bucket` if it has
+            another core.
+        buckets: the number of buckets, which are exchanged one after the other.
+        compute: the time of a step without any exchange.
+        cores: cores per rank; see :class:`Cluster`.
+    """
+
+    bucket: PredictedExchange
+    slower: PredictedExchange
+    buckets: int
+    compute: float
+    cores: float
+
+    @property
+    def exchange(self) -> float:
+        """The time of all buckets' exchanges alone."""
+        return self.buckets * self.bucket.seconds
+
+    @property
+    def seconds(self) -> float:
+        """The time of the whole step.
+
+        Backward makes a bucket ready at even intervals. Until it ends, as many of them are
+        exchanged as there is time for, but not the last one. In any case, the cores must do their
+        work.
+        """
+        interval = self.compute * BACKWARD / self.buckets
+        hidden = (self.buckets - 1) * interval / max(interval, self.slower.seconds)
+        work = self.compute + self.buckets * self.bucket.work
+        return max(
+            self.compute + (self.buckets - hidden) * self.bucket.seconds,
+            work / min(max(self.cores, 1.0), 2.0),
+        )
+
+    @property
+    def exposed(self) -> float:
+        """The time that the exchange adds to the computation."""
+        return self.seconds - self.compute
+
+
+def predict(
+    model: Model,
+    algorithm: str,
+    compression: str,
+    parameters: int,
+    compute: float,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> PredictedStep:
+    """Predicts a step of data-parallel training with float32 gradients.
+
+    Args:
+        model: the model of the cluster.
+        algorithm: see :meth:`Model.exchange`.
+        compression: see :meth:`Model.exchange`.
+        parameters: number of parameters of the trained model, at least one.
+        compute: seconds of a step without any exchange.
+        bucket_bytes: bytes of gradients that are exchanged together.
+
+    Raises:
+        ValueError: there is no such exchange, there is no parameter, or `compute` is not positive.
+    """
+    if parameters < 1:
+        raise ValueError(f"parameters must be at least 1, got {parameters}")
+    if not 0 < compute < math.inf:
+        raise ValueError(f"compute must be positive and finite, got {compute}")
+    cluster, buckets = model.cluster, math.ceil(parameters * ELEMENT_BYTES / bucket_bytes)
+    link = replace(cluster.link, burst=cluster.link.burst / buckets)  # there is one per step
+    model = Model(replace(cluster, link=link), model.constants, model.density)
+    elements = max(parameters // buckets, 1)
+    bucket = slower = model.exchange(algorithm, compression, elements)
+    if cluster.cores_per_rank < 2:
+        slower = _busy(model).exchange(algorithm, compression, elements)
+    return PredictedStep(bucket, slower, buckets, compute, cluster.cores_per_rank)
+
+
+def _busy(model: Model) -> Model:
+    """The same cluster while its cores compute: a message waits until it is handled."""
+    wait = max(model.constants["link.busy"] - model.constants["link.latency"], 0.0)
+    link = replace(model.cluster.link, latency=model.cluster.link.latency + wait)
+    return Model(replace(model.cluster, link=link), model.constants, model.density)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import matplotlib as mpl
-
-mpl.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from pycomm.advise.advice import OURS, Question
+from pycomm.advise.advice import OURS, Question, human_count, human_figure, human_rate
 from pycomm.advise.constants import COMPRESSIONS
 from pycomm.advise.model import ALGORITHMS, MOST_RANKS, Model
-from pycomm.advise.table import human_count, human_figure, human_rate
+from pycomm.bench.plot import add_grid, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,16 +37,12 @@ def draw(path: str, question: Question) -> None:
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: _human_time(ms)))
         panel.yaxis.set_minor_formatter(NullFormatter())
-        panel.grid(color="#DDDDDD", linewidth=0.7)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
+        add_grid(panel)
         panel.legend(frameon=False)
     cluster = question.cluster
     title = f"{human_count(question.parameters)} parameters on {cluster.nodes} nodes"
     figure.suptitle(f"Predicted: {title}", fontsize=14, fontweight="bold")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
+    save(figure, path)
 
 
 def _draw_rates(panel: Axes, question: Question) -> None:

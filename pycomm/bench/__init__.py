@@ -1,13 +1,14 @@
-"""The benchmark: ``python -m pycomm.bench all_reduce``, with nccl-tests' columns.
+"""The benchmark: ``python -m pycomm.bench``. Everything runs beside other libraries.
 
-`cases` defines what is measured; `contestants`, `peers` and `floor` define the contestants;
-`measure` takes times; `verify` and `verify_compressed` check results; `report` and `plot` show
-them; `launch` starts the ranks; `session` runs all of this on every rank.
+`cli` is the command line, and `launch` starts the ranks.
 
-``python -m pycomm.bench codec`` needs no ranks. `codec_tasks` defines what is measured, `streams`
-measures memory, `codec_report` shows the results, and `codec_session` runs all of this.
+What is measured: `collectives`, `codecs`, `optimizers`, training steps (`training`), exchange and
+optimizer step together (`sharding`), and operations of torch.distributed (`c10d`). Each module has
+its settings, its contestants, the row of its table, and a ``run``.
 
-`overlap` and `step` time training steps; `training` defines the models.
+What they share: `measure` times contestants in interleaved rounds, `streams` adds the time that
+memory alone takes, `verify` checks results first, and `report` prints the table and writes JSON.
+`peers` are the other libraries. Collectives also have `contestants`, a `floor`, and a `plot`.
 
 `gpu` has command lines of its own, which time every kernel on a GPU.
 """

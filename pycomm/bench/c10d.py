@@ -8,9 +8,8 @@ computes little; what is left without an exchange is also timed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from torch.distributed.fsdp import fully_shard
 
 import pycomm
 from pycomm._runtime.torch_private import backend_that_does_nothing
-from pycomm.bench import measure, report
-from pycomm.bench.cases import KIB, MIB
-from pycomm.bench.contestants import Prepared
+from pycomm.bench import measure
+from pycomm.bench.report import KIB, MIB, RankSettings, ResultRow, Results
 
 SIZES = {
     "all_reduce": (256, MIB, 64 * MIB),
@@ -38,21 +36,16 @@ LEAST = 256  # bytes; the size that is also timed on the backend that does nothi
 _WIDTH = 1000  # of a layer with a million parameters
 
 
-@dataclass(frozen=True)
-class C10dSettings:
-    """The command line's values."""
+@dataclass(frozen=True, kw_only=True)
+class C10dSettings(RankSettings):
+    """A run, as asked for on the command line; see ``python -m pycomm.bench c10d -h``."""
 
-    ranks: int
     operations: tuple[str, ...]
-    iters: int | None
-    timeout: float
-    json: str | None
-    command: str
 
 
 @dataclass(frozen=True)
-class C10dRow:
-    """One way to run one operation; the keys of the JSON file.
+class C10dRow(ResultRow):
+    """One way to run one operation.
 
     Attributes:
         impl: ``"pycomm"`` and ``"gloo"`` are backends of torch.distributed, as is ``"nothing"``,
@@ -75,6 +68,13 @@ class C10dRow:
     p99_us: float
     speedup: float
 
+    def line(self) -> str:
+        """The line of the table."""
+        return (
+            f"{self.operation:>23} {self.bytes:11} {self.impl:>18} {self.time_us:8.1f} "
+            f"{self.p50_us:9.1f} {self.p99_us:9.1f} {self.speedup:7.1f}"
+        )
+
 
 HEADER = """\
 #             operation       bytes               impl     time       p50       p99  gloo's
@@ -85,28 +85,13 @@ def run(settings: C10dSettings) -> None:
     """Measures everything in the settings; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
         groups = {"gloo": dist.new_group(backend="gloo"), "pycomm": dist.group.WORLD}
-        meta = report.circumstances(settings.command)
-        if group.rank == 0:
-            print(f"# torch.distributed on {group.size} ranks; {report.place(meta)}")
-            print(f"# {report.versions(meta)}\n# load {meta['load_before']:.2f}\n{HEADER}")
-        rows: list[C10dRow] = []
+        results: Results[C10dRow] = Results(settings)
+        what = f"torch.distributed on {group.size} ranks; {results.place}"
+        results.begin(what, HEADER)
         for operation in settings.operations:
             for nbytes in SIZES[operation]:
-                added = _run_case(settings, group, groups, operation, nbytes)
-                if group.rank == 0:
-                    print("\n".join(map(format_row, added)), flush=True)
-                rows += added
-        meta["load_after"] = os.getloadavg()[0]
-        if group.rank == 0 and settings.json is not None:
-            report.write_json(settings.json, meta, map(asdict, rows))
-
-
-def format_row(row: C10dRow) -> str:
-    """Formats a line of the table."""
-    return (
-        f"{row.operation:>23} {row.bytes:11} {row.impl:>18} {row.time_us:8.1f} {row.p50_us:9.1f} "
-        f"{row.p99_us:9.1f} {row.speedup:7.1f}"
-    )
+                results.add(_run_case(settings, group, groups, operation, nbytes))
+        results.end()
 
 
 def _run_case(
@@ -126,22 +111,20 @@ def _run_case(
     if operation == "all_reduce" and nbytes == LEAST:
         tensor = torch.zeros(nbytes // 4)
         calls["pycomm.all_reduce"] = lambda: pycomm.all_reduce(tensor, group=group)
-    empty = torch.empty(0)
-    runs = [Prepared(empty, empty, call) for call in calls.values()]
-    figures = measure.interleave(group, runs, settings.iters)
+    outcome = measure.compete(group, calls, settings.iters)
     return [
         C10dRow(
             operation=operation,
             bytes=nbytes,
             impl=impl,
             ranks=group.size,
-            iterations=figure.iterations,
-            time_us=round(figure.time_us, 2),
-            p50_us=round(figure.p50_us, 2),
-            p99_us=round(figure.p99_us, 2),
-            speedup=round(figures[0].time_us / figure.time_us, 2),
+            iterations=figures.iterations,
+            time_us=round(figures.time_us, 2),
+            p50_us=round(figures.p50_us, 2),
+            p99_us=round(figures.p99_us, 2),
+            speedup=round(outcome["gloo"].time_us / figures.time_us, 2),
         )
-        for impl, figure in zip(calls, figures, strict=True)
+        for impl, figures in outcome.items()
     ]
 
 

@@ -3,62 +3,138 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 
-from pycomm import _C
+from pycomm import _C, parse_compression
 from pycomm._inputs import ALGORITHMS, COMPRESSIBLE, DTYPES, OPS
 from pycomm.bench import (
     c10d,
-    codec_session,
-    extras,
+    codecs,
+    collectives,
     launch,
-    optim_session,
-    overlap,
-    session,
-    shard,
-    step,
+    optimizers,
+    peers,
+    sharding,
+    training,
 )
-from pycomm.bench.cases import MIB, Settings
-from pycomm.bench.codec_tasks import UNIT, CodecSettings
-from pycomm.bench.optim_tasks import OPTIMIZERS, PEERS, SCHEMES, OptimizerSettings
-from pycomm.bench.parsers import compressions, picture, seconds, size, sizes, some_of, whole
-from pycomm.bench.peers import FINDERS
-from pycomm.bench.shard import ShardSettings
-from pycomm.bench.shard_peers import PEERS as SHARD_PEERS
-from pycomm.bench.training import MODES, TrainingSettings
+from pycomm.bench.report import GIB, KIB, MIB, RankSettings, Settings
 
-AnySettings = Settings | CodecSettings | OptimizerSettings | TrainingSettings | c10d.C10dSettings
 COLLECTIVES = {
     "all_reduce": "time all-reduces",
     "reduce_scatter": "time reduce-scatters; size is that of the whole input",
     "all_gather": "time all-gathers; size is that of the whole output",
     "broadcast": "time broadcasts from rank 0",
 }
-TRAINING = {"overlap": overlap.run, "step": step.run, "shard": shard.run}
+CODEC = "time encoding, decoding and selecting, without ranks"
 OPTIMIZER = "time fused optimizer steps beside torch's, without ranks"
 C10D = "time torch.distributed's operations on the backend pycomm, beside Gloo"
-CODEC = "time encoding, decoding and selecting, without ranks"
 OVERLAP = "time training steps, and say how much of the exchange backward does not hide"
-SHARD = "exchange and optimizer step together, with and without shard='optimizer'"
 STEP = "time training steps, pycomm's exchange beside that of DDP on Gloo"
+SHARD = "exchange and optimizer step together, with and without shard='optimizer'"
+BENCHMARKS: dict[str, tuple[type[Settings], Callable[[Any], None]]] = {
+    **dict.fromkeys(COLLECTIVES, (collectives.CollectiveSettings, collectives.run)),
+    "codec": (codecs.CodecSettings, codecs.run),
+    "optimizer": (optimizers.OptimizerBenchSettings, optimizers.run),
+    "c10d": (c10d.C10dSettings, c10d.run),
+    "overlap": (training.TrainingSettings, training.run_overlap),
+    "step": (training.TrainingSettings, training.run_steps),
+    "shard": (sharding.ShardSettings, sharding.run),
+}
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 CODEC_DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
+SCHEME_NAMES = tuple(optimizers.SCHEMES)
+ITERS_HELP = "timed calls (default: as many as fit into 0.25 s)"
 COMPRESSION_HELP = "none, bf16, fp16, int8, int8:BLOCK, topk:DENSITY"
+COMPRESSIONS = ("none", "bf16", "fp16", "int8", "topk:0.01")
+MOST_SECONDS = 1e6
+UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses, starts the ranks if necessary, and runs."""
+    settings = parse(argv)
+    _, run = BENCHMARKS[settings.benchmark]
+    if isinstance(settings, RankSettings):
+        backend = "pycomm" if settings.benchmark == "c10d" else "gloo"
+        launch.run(run, settings, ranks=settings.ranks, timeout=settings.timeout, backend=backend)
+    else:
+        run(settings)
+
+
+def parse(argv: Sequence[str] | None = None) -> Any:
+    """Settings from a command line; exits with a message if they are not possible here.
+
+    Returns:
+        The settings of the benchmark's own type, whose fields have the names of the arguments.
+    """
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments.command = shlex.join(["python", "-m", "pycomm.bench", *words])
+    device = getattr(arguments, "device", "cpu")
+    if device == "cuda" and not _C.has_cuda:
+        parser.error("--device cuda: this build of pycomm has no CUDA")
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU on this machine")
+    if arguments.benchmark in COLLECTIVES:
+        _set_sizes(parser, arguments)
+    elif arguments.benchmark == "codec":
+        arguments.codecs = tuple(arguments.codecs or ("int8",))
+    elif arguments.benchmark in ("overlap", "step"):
+        _set_parameters(parser, arguments)
+    kind, _ = BENCHMARKS[arguments.benchmark]
+    names = [field.name for field in fields(kind) if hasattr(arguments, field.name)]
+    return kind(**{name: getattr(arguments, name) for name in names})
+
+
+def _set_sizes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Sets the sizes from the smallest to the largest, by factor or step, and what flags imply."""
+    current, step, factor = arguments.minbytes, arguments.stepbytes or 0, arguments.stepfactor
+    if current > arguments.maxbytes:
+        parser.error("--minbytes must not exceed --maxbytes")
+    if factor < 2 and not step:
+        parser.error("--stepfactor must be at least 2")
+    for name in arguments.dtypes:
+        element = getattr(torch, name).itemsize
+        if current % element or step % element:
+            parser.error(
+                f"--minbytes and --stepbytes must be multiples of an element's size, {element} for "
+                f"{name}, got {current} and {arguments.stepbytes}"
+            )
+    launch.require("numpy", *(["matplotlib"] if arguments.plot else []))
+    found = []
+    while current <= arguments.maxbytes:
+        found.append(current)
+        current = current + step if step else current * factor
+    arguments.sizes = tuple(found)
+    arguments.check, buffer = bool(arguments.check), arguments.buffer
+    arguments.buffers = ("tensor", "window") if buffer == "both" else (buffer,)
+
+
+def _set_parameters(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    arguments.parameters = arguments.sizes[0]
+    if getattr(arguments, "shard", False):
+        arguments.benchmark = "shard"
+    elif len(arguments.sizes) > 1:
+        parser.error("--parameters must be one number without --shard")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Makes a sub-command for each collective, one for codecs, and two for training."""
+    """Makes a sub-command for each benchmark."""
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.bench",
         description="Times pycomm and other installed libraries in interleaved rounds.",
         epilog="The command starts the ranks itself, unless torchrun or mpirun has started it.",
     )
-    commands = parser.add_subparsers(dest="collective", required=True, metavar="WHAT")
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="WHAT")
     for name, text in COLLECTIVES.items():
         command = commands.add_parser(name, help=text, description=text)
         _add_size_flags(command)
@@ -78,48 +154,37 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_size_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group("sizes").add_argument
     add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="smallest size (default 8)")
-    add(
-        "-e",
-        "--maxbytes",
-        type=size,
-        default=64 * MIB,
-        metavar="SIZE",
-        help="largest size (default 64M)",
-    )
-    add(
-        "-f",
-        "--stepfactor",
-        type=whole(1),
-        default=2,
-        metavar="N",
-        help="factor between sizes (default 2)",
-    )
+    add("-e", "--maxbytes", type=size, default=64 * MIB, metavar="SIZE",
+        help="largest size (default 64M)")  # fmt: skip
+    add("-f", "--stepfactor", type=whole(1), default=2, metavar="N",
+        help="factor between sizes (default 2)")  # fmt: skip
     add("-i", "--stepbytes", type=size, metavar="SIZE", help="difference of sizes, instead of -f")
 
 
 def _add_what_flags(command: argparse.ArgumentParser, collective: str) -> None:
     add = command.add_argument_group("what to time; comma-separated, or `all`").add_argument
-    add("-d", "--datatype", type=some_of(DTYPE_NAMES), default=("float32",), metavar="TYPE",
-        help=f"{', '.join(DTYPE_NAMES)} (default float32)")  # fmt: skip
+    add("-d", "--datatype", dest="dtypes", type=some_of(DTYPE_NAMES), default=("float32",),
+        metavar="TYPE", help=f"{', '.join(DTYPE_NAMES)} (default float32)")  # fmt: skip
     if collective in ("all_reduce", "reduce_scatter"):
-        add("-o", "--op", type=some_of(tuple(OPS)), default=("sum",), metavar="OP",
+        add("-o", "--op", dest="ops", type=some_of(tuple(OPS)), default=("sum",), metavar="OP",
             help=f"{', '.join(OPS)} (default sum)")  # fmt: skip
     if collective == "all_reduce":
-        add("-a", "--algorithm", type=some_of(tuple(ALGORITHMS)), default=("auto",),
-            metavar="ALGORITHM", help=f"{', '.join(ALGORITHMS)} (default auto)")  # fmt: skip
-        add("--compression", type=compressions, default=("none",),
+        add("-a", "--algorithm", dest="algorithms", type=some_of(tuple(ALGORITHMS)),
+            default=("auto",), metavar="ALGORITHM",
+            help=f"{', '.join(ALGORITHMS)} (default auto)")  # fmt: skip
+        add("--compression", dest="compressions", type=compressions, default=("none",),
             metavar="COMPRESSION", help=f"{COMPRESSION_HELP} (default none)")  # fmt: skip
     add("--buffer", choices=("tensor", "window", "both"), default="tensor",
         help="ordinary tensors (default), tensors made by group.empty, or both")  # fmt: skip
-    add("--peer", type=some_of(tuple(FINDERS)), default=(), metavar="PEER",
-        help=f"other libraries to time: {', '.join(FINDERS)}")  # fmt: skip
+    add("--peer", dest="peers", type=some_of(tuple(peers.COLLECTIVES)), default=(), metavar="PEER",
+        help=f"other libraries to time: {', '.join(peers.COLLECTIVES)}")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu")
 
 
 def _add_how_flags(command: argparse.ArgumentParser, collective: str) -> None:
     add = command.add_argument_group("how").add_argument
     add("--ranks", type=whole(1), default=2, help="processes to start (default 2)")
-    add("-n", "--iters", type=whole(1), help="timed calls (default: as many as fit into 0.25 s)")
+    add("-n", "--iters", type=whole(1), help=ITERS_HELP)
     add("-w", "--warmup_iters", type=whole(0), help="untimed calls before each round")
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify results (default 1)")
     if collective == "all_reduce":
@@ -132,232 +197,146 @@ def _add_how_flags(command: argparse.ArgumentParser, collective: str) -> None:
 
 def _add_codec_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--compression", type=compressions, action="extend", metavar="COMPRESSION",
+    add("--compression", dest="codecs", type=compressions, action="extend", metavar="COMPRESSION",
         help=f"{COMPRESSION_HELP}, comma-separated, or `all` (default int8)")  # fmt: skip
-    add("-n", "--elements", type=size, default=64 * MIB, metavar="N",
-        help=f"elements, rounded down to a multiple of {UNIT} (default 64M)")  # fmt: skip
-    add("-d", "--datatype", type=some_of(CODEC_DTYPE_NAMES), default=("float32",), metavar="TYPE",
+    add("-n", "--elements", dest="count", type=whole_units, default=64 * MIB, metavar="N",
+        help=f"elements, rounded down to a multiple of {codecs.UNIT} (default 64M)")  # fmt: skip
+    add("-d", "--datatype", dest="dtypes", type=some_of(CODEC_DTYPE_NAMES), default=("float32",),
+        metavar="TYPE",
         help=f"{', '.join(CODEC_DTYPE_NAMES)}, or `all` (default float32)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu (one thread) or cuda")
-    add("--iters", type=whole(1), help="timed calls (default: as many as fit into 0.25 s)")
+    add("--iters", type=whole(1), help=ITERS_HELP)
     add("-J", "--json", metavar="FILE", help="write results")
 
 
 def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch: int) -> None:
     add = command.add_argument
-    add("-p", "--parameters", type=sizes, default=(parameters,), metavar="N",
+    add("-p", "--parameters", dest="sizes", type=sizes, default=(parameters,), metavar="N",
         help=f"approximate parameters of the model (default {parameters // MIB}M)")  # fmt: skip
     add("--batch", type=whole(1), default=batch, metavar="N",
         help=f"rows per rank (default {batch})")  # fmt: skip
-    add("--mode", type=some_of(MODES), default=MODES, metavar="MODE",
-        help=f"{' or '.join(MODES)} (default both)")  # fmt: skip
-    add("--ranks", type=whole(2), default=2, help="processes to start (default 2)")
-    add("-n", "--iters", type=whole(1), metavar="N",
-        help="timed steps (default: 21, or as many as fit into 0.25 s)")  # fmt: skip
-    add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
-    add("-J", "--json", metavar="FILE", help="write results")
+    add("--mode", dest="modes", type=some_of(training.MODES), default=training.MODES,
+        metavar="MODE", help=f"{' or '.join(training.MODES)} (default both)")  # fmt: skip
+    _add_rank_flags(command, "timed steps (default: 21, or as many as fit into 0.25 s)")
 
 
 def _add_shard_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group(SHARD).add_argument
     add("--shard", action="store_true", help="time these instead; --parameters may be a list")
-    add("--scheme", type=some_of(tuple(SCHEMES)), default=("fp32",), metavar="SCHEME",
-        help=f"storage: {', '.join(SCHEMES)}, or `all` (default fp32)")  # fmt: skip
-    add("--peer", type=some_of(SHARD_PEERS), default=SHARD_PEERS, metavar="PEER",
-        help=f"others to time: {', '.join(SHARD_PEERS)} (default all)")  # fmt: skip
+    add("--scheme", dest="schemes", type=some_of(SCHEME_NAMES), default=("fp32",),
+        metavar="SCHEME",
+        help=f"storage: {', '.join(SCHEME_NAMES)}, or `all` (default fp32)")  # fmt: skip
+    add("--peer", dest="peers", type=some_of(peers.TRAINEES), default=peers.TRAINEES,
+        metavar="PEER",
+        help=f"others to time: {', '.join(peers.TRAINEES)} (default all)")  # fmt: skip
 
 
 def _add_c10d_flags(command: argparse.ArgumentParser) -> None:
+    names = tuple(c10d.SIZES)
+    command.add_argument(
+        "--operation", dest="operations", type=some_of(names), default=names, metavar="OPERATION",
+        help=f"{', '.join(names)} (default all)",
+    )  # fmt: skip
+    _add_rank_flags(command, ITERS_HELP)
+
+
+def _add_rank_flags(command: argparse.ArgumentParser, iters_help: str) -> None:
     add = command.add_argument
-    operations = tuple(c10d.SIZES)
-    add("--operation", type=some_of(operations), default=operations, metavar="OPERATION",
-        help=f"{', '.join(operations)} (default all)")  # fmt: skip
     add("--ranks", type=whole(2), default=2, help="processes to start (default 2)")
-    add("-n", "--iters", type=whole(1), metavar="N",
-        help="timed calls (default: as many as fit into 0.25 s)")  # fmt: skip
+    add("-n", "--iters", type=whole(1), metavar="N", help=iters_help)
     add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
     add("-J", "--json", metavar="FILE", help="write results")
 
 
 def _add_optimizer_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--name", choices=tuple(OPTIMIZERS), default="adamw", help="rule (default adamw)")
-    add("--scheme", type=some_of(tuple(SCHEMES)), default=("fp32",), metavar="SCHEME",
-        help=f"{', '.join(SCHEMES)}, or `all` (default fp32)")  # fmt: skip
-    add(
-        "-n",
-        "--elements",
-        type=size,
-        default=64 * MIB,
-        metavar="N",
-        help="elements of all parameters (default 64M)",
-    )
+    rules = tuple(optimizers.OPTIMIZERS)
+    add("--name", choices=rules, default="adamw", help="rule (default adamw)")
+    add("--scheme", dest="schemes", type=some_of(SCHEME_NAMES), default=("fp32",),
+        metavar="SCHEME", help=f"{', '.join(SCHEME_NAMES)}, or `all` (default fp32)")  # fmt: skip
+    add("-n", "--elements", dest="count", type=size, default=64 * MIB, metavar="N",
+        help="elements of all parameters (default 64M)")  # fmt: skip
     add("--small", action="store_true", help="500 tensors of 1K to 100K elements instead")
     add("--full", action="store_true", help="also time steps with unscaling, check and clipping")
-    add(
-        "--peer",
-        type=some_of(PEERS),
-        default=(),
-        metavar="PEER",
-        help=f"others to time: {', '.join(PEERS)}",
-    )
+    add("--peer", dest="peers", type=some_of(peers.OPTIMIZERS), default=(), metavar="PEER",
+        help=f"others to time: {', '.join(peers.OPTIMIZERS)}")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add(
-        "--threads",
-        type=whole(1),
-        default=torch.get_num_threads(),
-        help="number of threads (default: torch's)",
-    )
-    add("--iters", type=whole(1), help="timed calls (default: as many as fit into 0.25 s)")
+    add("--threads", type=whole(1), default=torch.get_num_threads(),
+        help="number of threads (default: torch's)")  # fmt: skip
+    add("--iters", type=whole(1), help=ITERS_HELP)
     add("-J", "--json", metavar="FILE", help="write results")
 
 
-def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
-    """The sizes from the smallest to the largest, by factor or step."""
-    sizes = []
-    current = arguments.minbytes
-    while current <= arguments.maxbytes:
-        sizes.append(current)
-        current = (
-            current + arguments.stepbytes if arguments.stepbytes else current * arguments.stepfactor
+def size(text: str) -> int:
+    """Parses a number with nccl-tests' suffixes: ``8``, ``64K``, ``1M``, ``2G``."""
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"expected a number such as 8, 64K or 1M, got {text!r}")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Parses comma-separated numbers; see :func:`size`."""
+    return tuple(map(size, text.split(",")))
+
+
+def whole_units(text: str) -> int:
+    """Parses a number of elements that codecs are timed on: a multiple of their unit."""
+    return max(size(text) // codecs.UNIT, 1) * codecs.UNIT
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Makes a parser of whole numbers that are at least `least`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a number from {least} on, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """Parses a time to wait, in seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"expected seconds above 0 and at most {MOST_SECONDS:g}, got {text!r}"
         )
-    return tuple(sizes)
+    return value
 
 
-def parse(argv: Sequence[str] | None = None) -> AnySettings:
-    """Settings from a command line; exits with a message if they are not possible here."""
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
-    words = sys.argv[1:] if argv is None else argv
-    command = shlex.join(["python", "-m", "pycomm.bench", *words])
-    if arguments.collective in TRAINING:
-        return _training_settings(parser, arguments, command)
-    if arguments.collective == "c10d":
-        return _c10d_settings(arguments, command)
-    if arguments.device == "cuda" and not _C.has_cuda:
-        parser.error("--device cuda: this build of pycomm has no CUDA")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU on this machine")
-    if arguments.collective == "optimizer":
-        return _optimizer_settings(arguments, command)
-    if arguments.collective == "codec":
-        return _codec_settings(arguments, command)
-    return _settings(parser, arguments, command)
+def picture(text: str) -> str:
+    """Parses the name of a PNG file."""
+    if not text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
+    return text
 
 
-def _codec_settings(arguments: argparse.Namespace, command: str) -> CodecSettings:
-    return CodecSettings(
-        codecs=tuple(arguments.compression or ("int8",)),
-        count=max(arguments.elements // UNIT, 1) * UNIT,
-        dtypes=arguments.datatype,
-        device=arguments.device,
-        iters=arguments.iters,
-        json=arguments.json,
-        command=command,
-    )
+def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Makes a parser of a comma-separated list of choices, or ``all``."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(choices) if text == "all" else tuple(text.split(","))
+        for name in names:
+            if name not in choices:
+                raise argparse.ArgumentTypeError(
+                    f"expected some of {', '.join(choices)}, got {name!r}"
+                )
+        return names
+
+    return parse
 
 
-def _training_settings(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace, command: str
-) -> TrainingSettings:
-    shards = getattr(arguments, "shard", False)
-    if len(arguments.parameters) > 1 and not shards:
-        parser.error("--parameters must be one number without --shard")
-    common: dict[str, Any] = {
-        "benchmark": "shard" if shards else arguments.collective,
-        "ranks": arguments.ranks,
-        "parameters": arguments.parameters[0],
-        "batch": arguments.batch,
-        "modes": arguments.mode,
-        "iters": arguments.iters,
-        "timeout": arguments.timeout,
-        "json": arguments.json,
-        "command": command,
-    }
-    if not shards:
-        return TrainingSettings(**common)
-    own = {"sizes": arguments.parameters, "schemes": arguments.scheme, "peers": arguments.peer}
-    return ShardSettings(**common, **own)
-
-
-def _c10d_settings(arguments: argparse.Namespace, command: str) -> c10d.C10dSettings:
-    return c10d.C10dSettings(
-        ranks=arguments.ranks,
-        operations=arguments.operation,
-        iters=arguments.iters,
-        timeout=arguments.timeout,
-        json=arguments.json,
-        command=command,
-    )
-
-
-def _optimizer_settings(arguments: argparse.Namespace, command: str) -> OptimizerSettings:
-    return OptimizerSettings(
-        name=arguments.name,
-        schemes=arguments.scheme,
-        count=arguments.elements,
-        small=arguments.small,
-        full=arguments.full,
-        peers=arguments.peer,
-        device=arguments.device,
-        threads=arguments.threads,
-        iters=arguments.iters,
-        json=arguments.json,
-        command=command,
-    )
-
-
-def _settings(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace, command: str
-) -> Settings:
-    if arguments.minbytes > arguments.maxbytes:
-        parser.error("--minbytes must not exceed --maxbytes")
-    if arguments.stepfactor < 2 and not arguments.stepbytes:
-        parser.error("--stepfactor must be at least 2")
-    for name in arguments.datatype:
-        element = getattr(torch, name).itemsize
-        if arguments.minbytes % element or (arguments.stepbytes or 0) % element:
-            parser.error(
-                f"--minbytes and --stepbytes must be multiples of an element's size, {element} for "
-                f"{name}, got {arguments.minbytes} and {arguments.stepbytes}"
-            )
-    extras.require("numpy", *(["matplotlib"] if arguments.plot else []))
-    return Settings(
-        collective=arguments.collective,
-        ranks=arguments.ranks,
-        sizes=_sizes(arguments),
-        dtypes=arguments.datatype,
-        ops=getattr(arguments, "op", ("sum",)),
-        algorithms=getattr(arguments, "algorithm", ("auto",)),
-        buffers=("tensor", "window") if arguments.buffer == "both" else (arguments.buffer,),
-        compressions=getattr(arguments, "compression", ("none",)),
-        feedback=getattr(arguments, "feedback", False),
-        peers=arguments.peer,
-        iters=arguments.iters,
-        warmup_iters=arguments.warmup_iters,
-        check=bool(arguments.check),
-        brief=arguments.brief,
-        device=arguments.device,
-        timeout=arguments.timeout,
-        json=arguments.json,
-        plot=arguments.plot,
-        command=command,
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, starts the ranks if necessary, and runs."""
-    settings = parse(argv)
-    if isinstance(settings, CodecSettings):
-        codec_session.run(settings)
-    elif isinstance(settings, TrainingSettings):
-        run = TRAINING[settings.benchmark]
-        launch.run(run, settings, ranks=settings.ranks, timeout=settings.timeout)
-    elif isinstance(settings, OptimizerSettings):
-        optim_session.run(settings)
-    elif isinstance(settings, c10d.C10dSettings):
-        launch.run(
-            c10d.run, settings, ranks=settings.ranks, timeout=settings.timeout, backend="pycomm"
-        )
-    else:
-        launch.run(session.run, settings, ranks=settings.ranks, timeout=settings.timeout)
+def compressions(text: str) -> tuple[str, ...]:
+    """Parses a comma-separated list of names for pycomm.parse_compression, or ``all``."""
+    names = COMPRESSIONS if text == "all" else tuple(text.split(","))
+    for name in names:
+        try:
+            parse_compression(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return names

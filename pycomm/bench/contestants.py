@@ -1,81 +1,113 @@
-"""The interface of contestants, and pycomm's own contestants, compressed or not."""
+"""A case of a collective, the ways in which pycomm runs it, and the row of a result."""
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
 import pycomm
 from pycomm._inputs import CODED_ALGORITHMS, COMPRESSIBLE
-from pycomm.bench.cases import Case, Settings, bus_factor
+from pycomm.bench.measure import Figures, Prepared
+from pycomm.bench.report import ResultRow
 
 DENSE_ALGORITHMS = ("ring", "tree")  # they run with codecs, but not with top-k
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A case that a contestant has prepared.
+class Case:
+    """One case of the benchmark, which every contestant runs.
 
     Attributes:
-        source: receives the input.
-        result: holds the output after a call; may be `source` itself.
-        call: runs the collective once, through the API that users call.
-        data: what `source` gets before each sample, as backward writes new gradients; None if
-            it keeps what it has.
-        residual: what `call` keeps of what compression loses.
+        collective: all_reduce, reduce_scatter, all_gather or broadcast.
+        dtype: dtype of the elements.
+        op: the reduction.
+        count: elements of the whole tensor: reduce_scatter's input, or all_gather's output.
+        ranks: how many take part.
+        device: where the tensors lie.
     """
 
-    source: torch.Tensor
-    result: torch.Tensor
-    call: Callable[[], object]
-    data: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-
-    def rewrite(self) -> None:
-        """Writes the input."""
-        if self.data is not None:
-            self.source.copy_(self.data)
-
-
-class Contestant(Protocol):
-    """One way to run a collective; its four names identify it in a table."""
+    collective: str
+    dtype: torch.dtype
+    op: str
+    count: int
+    ranks: int
+    device: str
 
     @property
-    def impl(self) -> str:
-        """The library."""
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.count * self.dtype.itemsize
 
     @property
-    def algorithm(self) -> str:
-        """The library's algorithm."""
+    def dtype_name(self) -> str:
+        """The dtype, as the command line calls it."""
+        return str(self.dtype).removeprefix("torch.")
 
-    @property
-    def buffer(self) -> str:
-        """``"tensor"``, or ``"window"`` if the tensors lie in the window."""
+    def tensors(self, empty: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """A rank's input and output, made by `empty`; the same tensor if it works in place."""
+        whole = empty(self.count, dtype=self.dtype)
+        if self.collective in ("all_reduce", "broadcast"):
+            return whole, whole
+        block = empty(self.count // self.ranks, dtype=self.dtype)
+        return (block, whole) if self.collective == "all_gather" else (whole, block)
 
-    @property
-    def compression(self) -> str:
-        """The compression, as a name for :func:`pycomm.parse_compression`."""
+    def data(self, source: torch.Tensor) -> torch.Tensor:
+        """What `source` gets before each sample: normal deviates, or small integers."""
+        return _deviates(self)[: source.numel()]
 
+
+@functools.lru_cache(maxsize=1)  # all contestants of a case have the same
+def _deviates(case: Case) -> torch.Tensor:
+    whole = torch.empty(case.count, dtype=case.dtype, device=case.device)
+    return whole.normal_() if case.dtype.is_floating_point else whole.random_(0, 3)
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth: bytes on the slowest link per byte of the tensor."""
+    if collective == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    if collective == "broadcast":
+        return 1.0
+    return (ranks - 1) / ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant(ABC):
+    """One way to run a collective; its four names identify it in a table.
+
+    Attributes:
+        impl: the library.
+        algorithm: the library's algorithm.
+        buffer: ``"tensor"``, or ``"window"`` if the tensors lie in the window.
+        compression: a name for :func:`pycomm.parse_compression`.
+    """
+
+    impl: str
+    algorithm: str = "default"
+    buffer: str = "tensor"
+    compression: str = "none"
+
+    @abstractmethod
     def supports(self, case: Case) -> bool:
         """True if it can run the case."""
 
+    @abstractmethod
     def prepare(self, case: Case) -> Prepared:
         """Makes the tensors; every rank calls it, in the same order."""
 
 
-@dataclass(frozen=True)
-class Pycomm:
+@dataclass(frozen=True, kw_only=True)
+class Pycomm(Contestant):
     """pycomm with one algorithm on one kind of buffer."""
 
     group: pycomm.Group
-    algorithm: str
-    buffer: str
-    compression: str = "none"
     impl: str = "pycomm"
+    algorithm: str = "auto"
 
     def supports(self, case: Case) -> bool:  # noqa: ARG002
         """True: pycomm can run every case."""
@@ -107,7 +139,7 @@ class Pycomm:
         return int(case.nbytes * bus_factor(case.collective, case.ranks))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Compressed(Pycomm):
     """pycomm's compressed all-reduce, with or without a residual, in place as the others."""
 
@@ -116,7 +148,7 @@ class Compressed(Pycomm):
     def refusal(self, case: Case) -> str | None:
         """The part of a case that it cannot do, in a word or two."""
         compression = pycomm.parse_compression(self.compression)
-        dtype = str(case.dtype).removeprefix("torch.")
+        dtype = case.dtype_name
         if self.algorithm not in CODED_ALGORITHMS:
             return self.algorithm
         if isinstance(compression, pycomm.TopK) and self.algorithm in DENSE_ALGORITHMS:
@@ -160,22 +192,86 @@ class Compressed(Pycomm):
         return compression.wire_bytes(case.count, case.ranks, case.dtype)
 
 
-def own(group: pycomm.Group, settings: Settings) -> list[Contestant]:
-    """Our own contestants: every algorithm on every buffer, then every algorithm compressed."""
-    field: list[Contestant] = []
-    for compression in settings.compressions:
-        if compression == "none":
-            field += [Pycomm(group, a, b) for b in settings.buffers for a in settings.algorithms]
-        else:
-            field += [
-                Compressed(group, algorithm, "tensor", compression, feedback=settings.feedback)
-                for algorithm in settings.algorithms
-            ]
-    return field
+@dataclass(frozen=True)
+class CollectiveRow(ResultRow):
+    """One contestant's result in one case.
+
+    Attributes:
+        chosen: the algorithm that ``"auto"`` picked.
+        wire_bytes: bytes that a rank reads from other ranks; None for other libraries.
+        algbw_GBps: bytes of the tensor per time; with compression the effective bandwidth.
+        wrong: wrong elements over all ranks; None if nothing was checked.
+        over_floor: this row's time over the floor's; None if there is no floor for it.
+    """
+
+    collective: str
+    impl: str
+    algorithm: str
+    chosen: str | None
+    device: str
+    dtype: str
+    op: str
+    compression: str
+    ranks: int
+    buffer: str
+    bytes: int
+    wire_bytes: int | None
+    count: int
+    iterations: int
+    time_us: float
+    p50_us: float
+    p99_us: float
+    algbw_GBps: float  # noqa: N815 - the unit
+    busbw_GBps: float  # noqa: N815 - the unit
+    wrong: int | None
+    over_floor: float | None
+
+    def line(self) -> str:
+        """The line of the table."""
+        op = self.op if self.collective in ("all_reduce", "reduce_scatter") else "none"
+        algorithm = f"{self.algorithm}:{self.chosen}" if self.chosen else self.algorithm
+        wrong = "N/A" if self.wrong is None else str(self.wrong)
+        wire = "" if self.wire_bytes is None else str(self.wire_bytes)
+        over = "" if self.over_floor is None else f"{self.over_floor:.2f}"
+        return (
+            f"{self.bytes:12} {self.count:12} {self.dtype:>9} {op:>6}  "
+            f"{self.impl:10} {algorithm:12} {self.buffer:6} {self.compression:11} {wire:>12} "
+            f"{self.time_us:11.2f} {self.algbw_GBps:7.2f} {self.busbw_GBps:7.2f} {wrong:>7} "
+            f"{self.p50_us:9.2f} {self.p99_us:9.2f} {over:>6}"
+        ).rstrip()
 
 
-def refusals(field: list[Contestant], cases: list[Case]) -> list[str]:
-    """Descriptions of pycomm's contestants that are left out, each once."""
-    ours = [contestant for contestant in field if isinstance(contestant, Compressed)]
-    found = [contestant.refusal(case) for case in cases for contestant in ours]
-    return list(dict.fromkeys(reason for reason in found if reason is not None))
+def make_row(
+    case: Case,
+    contestant: Contestant,
+    figures: Figures,
+    wrong: int | None,
+    least: dict[str, Any] | None,
+) -> CollectiveRow:
+    """Makes a row from the measured figures; `least` is the floor."""
+    bandwidth = case.nbytes / figures.time_us / 1e3
+    floor_us = least["time_us"] if least and contestant.compression == "none" else None
+    ours = contestant if isinstance(contestant, Pycomm) else None
+    return CollectiveRow(
+        collective=case.collective,
+        impl=contestant.impl,
+        algorithm=contestant.algorithm,
+        chosen=ours.chosen(case) if ours else None,
+        device=case.device,
+        dtype=case.dtype_name,
+        op=case.op,
+        compression=contestant.compression,
+        ranks=case.ranks,
+        buffer=contestant.buffer,
+        bytes=case.nbytes,
+        wire_bytes=ours.wire_bytes(case) if ours else None,
+        count=case.count,
+        iterations=figures.iterations,
+        time_us=round(figures.time_us, 3),
+        p50_us=round(figures.p50_us, 3),
+        p99_us=round(figures.p99_us, 3),
+        algbw_GBps=round(bandwidth, 3),
+        busbw_GBps=round(bandwidth * bus_factor(case.collective, case.ranks), 3),
+        wrong=wrong,
+        over_floor=round(figures.time_us / floor_us, 2) if floor_us else None,
+    )

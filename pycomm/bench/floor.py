@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import _C
-from pycomm.bench.cases import KIB, MIB, Case
-from pycomm.bench.contestants import Contestant, Prepared, Pycomm
+from pycomm.bench.contestants import Case, Contestant, Pycomm
+from pycomm.bench.measure import Figures, Prepared
+from pycomm.bench.report import KIB, MIB, human_bytes
 from pycomm.bench.streams import LADDERS, OUT_OF_PLACE, Mix, streams
 
 WHOLE = 256 * KIB  # larger tensors do not cross in one step
@@ -54,28 +55,19 @@ ROUTES: dict[str, dict[str, tuple[_C.Crossing.Route, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """What must cross between the caches, whole or tile by tile.
+@dataclass(frozen=True, kw_only=True)
+class CrossingProbe(Contestant):
+    """What must cross between the caches, whole or tile by tile, for tensors on its buffer.
 
     Attributes:
         tile: bytes; 0 for the whole tensor.
-        buffer: ``"tensor"`` or ``"window"``: whose floor it may be.
     """
 
     group: pycomm.Group
     collective: str
     route: _C.Crossing.Route
     tile: int
-    buffer: str
     impl: str = "floor"
-    compression: str = "none"
-
-    @property
-    def algorithm(self) -> str:
-        """The route and the tile."""
-        tiles = f", tiles of {self.tile // KIB} KiB" if self.tile else ""
-        return f"{self.route.name}{tiles}"
 
     def supports(self, case: Case) -> bool:
         """True if tensors of this size may be fastest this way."""
@@ -113,16 +105,14 @@ def _addresses(group: pycomm.Group, tensor: torch.Tensor) -> list[int]:
     return [group._core.address(rank, at, tensor.nbytes) for rank, at in enumerate(offsets)]
 
 
-@dataclass(frozen=True)
-class Stream:
+@dataclass(frozen=True, kw_only=True)
+class StreamProbe(Contestant):
     """A stream that reads and writes as much as every rank must, with tensors in the window."""
 
     group: pycomm.Group
     collective: str
-    algorithm: str
     impl: str = "floor"
     buffer: str = "window"
-    compression: str = "none"
 
     def supports(self, case: Case) -> bool:
         """True for tensors that are too large for the caches."""
@@ -131,15 +121,10 @@ class Stream:
 
     def prepare(self, case: Case) -> Prepared:
         """The same bytes as fp32, since fp32 loops are limited only by memory."""
-        stream = streams(_mix(case.collective, case.nbytes, case.ranks), "cpu")[self.algorithm]
+        mix = _mix(case.collective, case.nbytes, case.ranks)
+        stream = streams(mix, "cpu", group=self.group)[self.algorithm]
         rewritten = stream.result if case.collective == "all_reduce" else stream.source
-
-        def call() -> None:
-            stream.call()
-            # Without it, ranks that share a core could stream one after the other, unnoticed.
-            pycomm.barrier(group=self.group)
-
-        return Prepared(rewritten, rewritten, call, torch.zeros_like(rewritten))
+        return Prepared(rewritten, rewritten, stream.call, torch.zeros_like(rewritten))
 
 
 def _mix(collective: str, nbytes: int, ranks: int) -> Mix:
@@ -155,8 +140,8 @@ def _mix(collective: str, nbytes: int, ranks: int) -> Mix:
     return Mix(read, write)
 
 
-@dataclass(frozen=True)
-class Alone(Pycomm):
+@dataclass(frozen=True, kw_only=True)
+class LoneRankProbe(Pycomm):
     """A collective of this rank only."""
 
     impl: str = "one rank"
@@ -185,7 +170,14 @@ def probes(
     for buffer, routes in ROUTES[collective].items():
         if buffer == "tensor" or buffer in buffers:
             found += [
-                Crossing(group, collective, route, tile, buffer)
+                CrossingProbe(
+                    group=group,
+                    collective=collective,
+                    route=route,
+                    tile=tile,
+                    buffer=buffer,
+                    algorithm=route.name + (f", tiles of {tile // KIB} KiB" if tile else ""),
+                )
                 for route in routes
                 for tile in (0, *TILES)
                 if route != Route.one_shot or tile == 0
@@ -193,8 +185,28 @@ def probes(
     if "window" in buffers:
         ladders = LADDERS if collective == "all_reduce" else OUT_OF_PLACE
         names = streams(_mix(collective, MIB, group.size), "cpu", ladders)
-        found += [Stream(group, collective, name) for name in sorted(names)]
-    return [*found, Alone(alone, "auto", "tensor")]
+        found += [
+            StreamProbe(group=group, collective=collective, algorithm=name)
+            for name in sorted(names)
+        ]
+    return [*found, LoneRankProbe(group=alone)]
+
+
+def make_entries(
+    case: Case, probed: list[Contestant], figures: list[Figures]
+) -> list[dict[str, Any]]:
+    """The entries of ``meta["floor"]`` for a case: a probe each."""
+    return [
+        {
+            "bytes": case.nbytes,
+            "dtype": case.dtype_name,
+            "impl": probe.impl,
+            "algorithm": probe.algorithm,
+            "buffer": probe.buffer,
+            "time_us": round(figure.time_us, 3),
+        }
+        for probe, figure in zip(probed, figures, strict=True)
+    ]
 
 
 def fastest(rows: list[dict[str, Any]], buffer: str) -> dict[str, Any] | None:
@@ -206,3 +218,20 @@ def fastest(rows: list[dict[str, Any]], buffer: str) -> dict[str, Any] | None:
     """
     able = [row for row in rows if row["impl"] == "floor" and row["buffer"] in ("tensor", buffer)]
     return min(able, key=lambda row: row["time_us"], default=None)
+
+
+def describe(found: list[dict[str, Any]], buffers: tuple[str, ...]) -> list[str]:
+    """Per size, the floor of tensors on each buffer, and the time of a call of one rank."""
+    lines = []
+    sizes: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in found:
+        sizes.setdefault((row["bytes"], row["dtype"]), []).append(row)
+    for (nbytes, dtype), same in sizes.items():
+        words = []
+        for buffer in buffers:
+            least = fastest(same, buffer)
+            if least is not None:
+                words.append(f"{buffer} {least['time_us']:,.2f} us ({least['algorithm']})")
+        words += [f"{r['impl']} {r['time_us']:,.2f} us" for r in same if r["impl"] != "floor"]
+        lines.append(f"floor at {human_bytes(nbytes)} {dtype}: {', '.join(words)}")
+    return lines

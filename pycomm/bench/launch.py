@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,13 @@ from torch.multiprocessing.spawn import spawn
 from pycomm._runtime.sockets import first_of_node
 
 LOOPBACK = first_of_node()
+
+
+def require(*modules: str) -> None:
+    """Leaves with a message that says what to install, where a module is missing."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise SystemExit(f"needs {' and '.join(missing)}: pip install 'torch-pycomm[bench]'")
 
 
 def under_torchrun() -> bool:

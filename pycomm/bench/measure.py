@@ -12,20 +12,44 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.bench.contestants import Prepared
 
 ROUNDS = 7
 # Bounds of the calls per contestant and case; within them, as many as fit into the budget.
 BUDGET_S = 0.25
 FEWEST, MOST = 21, 7000
 PILOT_CALLS = 5
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A contestant that is ready to run.
+
+    Attributes:
+        source: receives the input; its device is where the call works.
+        result: holds the output after a call; may be `source` itself.
+        call: runs what is timed once, through the API that users call.
+        data: what `source` gets before each sample, as backward writes new gradients; None if
+            it keeps what it has.
+        residual: what `call` keeps of what compression loses.
+    """
+
+    source: torch.Tensor
+    result: torch.Tensor
+    call: Callable[[], object]
+    data: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+
+    def rewrite(self) -> None:
+        """Writes the input."""
+        if self.data is not None:
+            self.source.copy_(self.data)
 
 
 @dataclass(frozen=True)
@@ -47,6 +71,21 @@ class Figures:
     p50_us: float
     p99_us: float
     iterations: int
+
+
+def compete(
+    group: pycomm.Group | None,
+    contestants: Mapping[str, Callable[[], object] | Prepared],
+    iters: int | None = None,
+    device: str = "cpu",
+) -> dict[str, Figures]:
+    """Times contestants by name; see :func:`interleave`. Plain calls need no new input."""
+    nothing = torch.empty(0, device=device)
+    runs = [
+        run if isinstance(run, Prepared) else Prepared(nothing, nothing, run)
+        for run in contestants.values()
+    ]
+    return dict(zip(contestants, interleave(group, runs, iters), strict=True))
 
 
 def interleave(

@@ -1,49 +1,81 @@
-"""Peers: other libraries, if they are installed."""
+"""The peers: other libraries' collectives, optimizers and training steps, if they are installed."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from pycomm.bench import launch
-from pycomm.bench.cases import Case
-from pycomm.bench.contestants import Contestant, Prepared
+import pycomm
+from pycomm.bench import launch, training
+from pycomm.bench.contestants import Case, Contestant
+from pycomm.bench.measure import Prepared
+from pycomm.bench.training import SETTLING, Trainee, TrainingSettings
+
+Found = TypeVar("Found")
+
+
+def find(
+    names: tuple[str, ...], load: Callable[[str], Found]
+) -> tuple[list[Found], dict[str, str]]:
+    """What `load` returns for each name, and for absent peers the reasons.
+
+    A peer takes part only if every rank has it. All ranks call this.
+    """
+    present: list[Found] = []
+    absent: dict[str, str] = {}
+    for name in names:
+        loaded, reason = [], ""
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                loaded = [load(name)]
+        except (ImportError, OSError, RuntimeError) as error:
+            reason = str(error) or type(error).__name__
+        is_everywhere = torch.tensor(not reason, dtype=torch.int32)
+        dist.all_reduce(is_everywhere, dist.ReduceOp.MIN)
+        if is_everywhere:
+            present += loaded
+        else:
+            absent[name] = reason or "another rank lacks it"
+    return present, absent
 
 
 class AbsentError(RuntimeError):
     """A peer cannot take part; the message says why."""
 
 
-@dataclass(frozen=True)
-class TorchPeer:
+@dataclass(frozen=True, kw_only=True)
+class TorchPeer(Contestant):
     """A backend of torch.distributed: Gloo on the CPU, NCCL on GPUs."""
 
-    impl: str
     process_group: Any
     device: str
-    algorithm: str = "default"
-    buffer: str = "tensor"
-    compression: str = "none"
 
     @staticmethod
     def gloo() -> list[Contestant]:
         """Gloo, which the launcher has set up already."""
-        return [TorchPeer("gloo", dist.group.WORLD, "cpu")]
+        return [TorchPeer(impl="gloo", process_group=dist.group.WORLD, device="cpu")]
 
     @staticmethod
     def nccl() -> list[Contestant]:
         """NCCL, one GPU per rank."""
         if not dist.is_nccl_available() or torch.cuda.device_count() < dist.get_world_size():
             raise AbsentError("needs torch with NCCL and a GPU per rank")
-        return [TorchPeer("nccl", dist.new_group(backend="nccl"), "cuda")]
+        group = dist.new_group(backend="nccl")
+        return [TorchPeer(impl="nccl", process_group=group, device="cuda")]
 
     def supports(self, case: Case) -> bool:
         """True on its own device, except for averages of integers."""
@@ -69,16 +101,13 @@ class TorchPeer:
         return Prepared(source, result, calls[case.collective], case.data(source))
 
 
-@dataclass(frozen=True)
-class MpiPeer:
+@dataclass(frozen=True, kw_only=True)
+class MpiPeer(Contestant):
     """MPI through mpi4py's buffer interface."""
 
     communicator: Any
     ops: dict[str, Any]
-    algorithm: str
     impl: str = "mpi"
-    buffer: str = "tensor"
-    compression: str = "none"
 
     @staticmethod
     def find() -> list[Contestant]:
@@ -89,7 +118,7 @@ class MpiPeer:
 
         ops = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
         ways = ("in_place", "two_buffers")
-        return [MpiPeer(MPI.COMM_WORLD, ops, way) for way in ways]
+        return [MpiPeer(communicator=MPI.COMM_WORLD, ops=ops, algorithm=way) for way in ways]
 
     def supports(self, case: Case) -> bool:
         """MPI has no 16-bit floats and no average; only all-reduce has two versions."""
@@ -118,14 +147,11 @@ class MpiPeer:
         return Prepared(source, result, calls[case.collective], case.data(source))
 
 
-@dataclass(frozen=True)
-class DeepSpeedPeer:
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedPeer(Contestant):
     """DeepSpeed's all-reduce over shared memory, which it builds on first use."""
 
     impl: str = "deepspeed"
-    algorithm: str = "default"
-    buffer: str = "tensor"
-    compression: str = "none"
 
     @staticmethod
     def find() -> list[Contestant]:
@@ -133,10 +159,9 @@ class DeepSpeedPeer:
         ranks = dist.get_world_size()
         os.environ["LOCAL_SIZE"] = str(ranks)  # tells the operator that all ranks share a node
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # avoids its search and a warning
-        with contextlib.redirect_stdout(sys.stderr):
-            from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+        from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
-            library = ShareMemCommBuilder().load(verbose=False)
+        library = ShareMemCommBuilder().load(verbose=False)
         if library.vector_kernel_level() < 2:
             raise AbsentError("its kernels need AVX-512")
         dist.barrier()
@@ -160,7 +185,7 @@ class DeepSpeedPeer:
         return Prepared(source, result, lambda: reduce(source), case.data(source))
 
 
-FINDERS: dict[str, Callable[[], list[Contestant]]] = {
+COLLECTIVES: dict[str, Callable[[], list[Contestant]]] = {
     "gloo": TorchPeer.gloo,
     "mpi": MpiPeer.find,
     "deepspeed": DeepSpeedPeer.find,
@@ -168,24 +193,122 @@ FINDERS: dict[str, Callable[[], list[Contestant]]] = {
 }
 
 
-def find(names: tuple[str, ...]) -> tuple[list[Contestant], dict[str, str]]:
-    """The named peers, and for absent ones the reasons.
+OPTIMIZERS = ("torch", "deepspeed")
+_TORCH = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
-    A peer takes part only if every rank has it.
+
+def make_optimizer(
+    peer: str, name: str, params: list[torch.nn.Parameter], options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """A peer's optimizer of the same rule.
+
+    torch has neither master weights nor 8-bit states: it keeps everything in the parameters' type.
+
+    Args:
+        peer: one of `OPTIMIZERS`.
+        name: the rule, as the command line calls it.
+        params: the parameters.
+        options: those of the rule, with torch's names.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+        ValueError: the peer does not have this rule.
     """
-    present: list[Contestant] = []
-    absent: dict[str, str] = {}
-    for name in names:
-        found: list[Contestant] = []
-        reason = ""
-        try:
-            found = FINDERS[name]()
-        except (ImportError, OSError, RuntimeError) as error:
-            reason = str(error)
-        everywhere = torch.tensor([bool(found)], dtype=torch.int32)
-        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-        if everywhere.item():
-            present += found
+    device = params[0].device.type
+    made: torch.optim.Optimizer
+    if peer == "torch":
+        if name not in _TORCH:
+            raise ValueError(f"torch.optim has no {name}")
+        made = _TORCH[name](params, fused=True, **options)
+    else:
+        if name not in ("adam", "adamw") or device != "cpu":
+            raise ValueError(f"DeepSpeed's CPUAdam is no {name} on {device}")
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        made = DeepSpeedCPUAdam(params, adamw_mode=name == "adamw", fp32_optimizer_states=True)
+    return made
+
+
+TRAINEES = ("ddp", "zero", "fsdp2", "fsdp2_pycomm", "deepspeed_zero1", "deepspeed_zero2")
+
+
+def load_trainee(name: str) -> None:
+    """Imports what one of `TRAINEES` needs; raises ImportError without it."""
+    if name.startswith("deepspeed"):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would search, and warn
+        importlib.import_module("deepspeed")
+
+
+def idle_of(peer: str) -> str:
+    """The trainee with the same step without exchange and optimizer, whose time is subtracted."""
+    return "idle" if peer in ("ddp", "zero") else "plain"
+
+
+def make_trainee(
+    name: str, settings: TrainingSettings, dtype: torch.dtype, lr: float, group: pycomm.Group
+) -> Trainee:
+    """A peer that exchanges and steps, with its final buckets.
+
+    Args:
+        name: one of `TRAINEES`.
+        settings: the settings of the run.
+        dtype: that of the parameters. torch keeps its states in the same type.
+        lr: the learning rate of AdamW.
+        group: the ranks that train.
+    """
+    adam: dict[str, Any] = {"lr": lr, "fused": True}
+    if name in ("ddp", "zero"):
+        trainee = training.make("gloo", settings, group, dtype)
+    else:
+        module, rows = training.make_module_and_rows(settings, group.rank, dtype)
+        if name.startswith("deepspeed"):
+            trainee = DeepSpeedTrainee(module, rows, _engine(module, int(name[-1]), settings, adam))
         else:
-            absent[name] = reason or "another rank lacks it"
-    return present, absent
+            _shard_fully(module, "pycomm" if name == "fsdp2_pycomm" else "gloo")
+            trainee = Trainee(module, rows)
+    if name == "zero":
+        adam |= {"optimizer_class": torch.optim.AdamW, "parameters_as_bucket_view": True}
+        trainee.optimizer = ZeroRedundancyOptimizer(trainee.model.parameters(), **adam)
+    elif not isinstance(trainee, DeepSpeedTrainee):
+        trainee.optimizer = torch.optim.AdamW(trainee.model.parameters(), **adam)
+    for _ in range(SETTLING):
+        trainee.step()
+    return trainee
+
+
+def _shard_fully(module: nn.Sequential, backend: str) -> None:
+    """Applies FSDP2 to every layer and to the whole."""
+    mesh = DeviceMesh.from_group(dist.new_group(backend=backend), "cpu")
+    for part in (*module, module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=False)
+
+
+class DeepSpeedTrainee(Trainee):
+    """DeepSpeed's engine, which has its own calls for backward and step."""
+
+    def __init__(self, module: nn.Module, rows: torch.Tensor, engine: Any) -> None:
+        super().__init__(module, rows)
+        self._engine = engine
+
+    def step(self) -> None:
+        """Takes a whole step of training."""
+        self._engine.backward(self._engine(self.rows).float().square().mean())
+        self._engine.step()
+
+
+def _engine(module: nn.Module, stage: int, settings: TrainingSettings, adam: dict[str, Any]) -> Any:
+    """ZeRO over Gloo with torch's fused AdamW; master weights and states are always fp32."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    config = {
+        "train_micro_batch_size_per_gpu": settings.batch,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,  # any but its own
+        "gradient_clipping": 0.0,  # its default is 1
+        "bf16": {"enabled": next(module.parameters()).dtype == torch.bfloat16},
+    }
+    optimizer = torch.optim.AdamW(module.parameters(), **adam)
+    with contextlib.redirect_stdout(sys.stderr):
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]

@@ -12,12 +12,15 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from pycomm.bench.report import Row, human_bytes
+from pycomm.bench.report import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from pycomm.bench.contestants import CollectiveRow
 
 # Okabe and Ito's colours, told apart by every kind of eye; the marks tell lines apart in print.
 OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
@@ -28,7 +31,7 @@ MOST_TICKS = 9
 Key = tuple[str, str, str, str, str, str]
 
 
-def draw(path: str, meta: dict[str, Any], rows: Sequence[Row]) -> None:
+def draw(path: str, meta: dict[str, Any], rows: Sequence[CollectiveRow]) -> None:
     """Writes a PNG with a panel for latency and one for bandwidth.
 
     Args:
@@ -51,21 +54,33 @@ def draw(path: str, meta: dict[str, Any], rows: Sequence[Row]) -> None:
         _finish_panel(panel, sorted({row.bytes for row in rows}))
     figure.suptitle(_title(meta, rows), fontsize=14, fontweight="bold")
     figure.legend(loc="outside lower center", ncols=4, frameon=False, handlelength=3.2, fontsize=9)
+    save(figure, path)
+
+
+def save(figure: Figure, path: str) -> None:
+    """Writes a figure as a PNG, in a folder that is made if necessary."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
     plt.close(figure)
 
 
-def _lines(rows: Sequence[Row]) -> dict[Key, list[Row]]:
+def add_grid(panel: Axes) -> None:
+    """Adds a light grid, and takes away the lines above and to the right."""
+    panel.grid(color="#DDDDDD", linewidth=0.7)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _lines(rows: Sequence[CollectiveRow]) -> dict[Key, list[CollectiveRow]]:
     """The rows of every contestant, compression, dtype and operation."""
-    lines: dict[Key, list[Row]] = {}
+    lines: dict[Key, list[CollectiveRow]] = {}
     for row in rows:
         key = (row.impl, row.algorithm, row.buffer, row.compression, row.dtype, row.op)
         lines.setdefault(key, []).append(row)
     return lines
 
 
-def _label(key: Key, lines: dict[Key, list[Row]]) -> str:
+def _label(key: Key, lines: dict[Key, list[CollectiveRow]]) -> str:
     """The label of a line: the properties in which it differs from others."""
     impl, algorithm, buffer, compression, dtype, op = key
     words = [impl]
@@ -101,7 +116,7 @@ def _styles(keys: list[Key]) -> dict[Key, dict[str, Any]]:
 
 
 def _finish_panel(panel: Axes, sizes: list[int]) -> None:
-    """Sets up the axis of sizes, and a light grid."""
+    """Sets up the axis of sizes, and the grid."""
     panel.set_xscale("log", base=2)
     step = -(-len(sizes) // MOST_TICKS)
     panel.xaxis.set_major_locator(FixedLocator([float(size) for size in sizes[::-1][::step]]))
@@ -109,12 +124,10 @@ def _finish_panel(panel: Axes, sizes: list[int]) -> None:
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(int(value))))
     panel.tick_params(axis="x", rotation=35)
     panel.set_xlabel("size")
-    panel.grid(color="#DDDDDD", linewidth=0.7)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
+    add_grid(panel)
 
 
-def _title(meta: dict[str, Any], rows: Sequence[Row]) -> str:
+def _title(meta: dict[str, Any], rows: Sequence[CollectiveRow]) -> str:
     collective = rows[0].collective.replace("_", "-")
     dtypes = " and ".join(dict.fromkeys(row.dtype for row in rows))
     machine = meta["machine"]

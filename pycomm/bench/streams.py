@@ -1,21 +1,22 @@
-"""Measures how fast this machine can move bytes with a given mix of reads and writes.
+"""Tasks whose contestants all move the same bytes, beside streams that do nothing else.
 
-A codec that is limited only by memory takes as long as a stream with the same mix of reads and
-writes. A single loop has a fixed mix, so a stream is two loops, one after the other, whose reads
-and writes add up to the mix: to read 5 bytes per 4 written, ``y += a`` on a quarter of the tensor
-and ``y *= 1`` on the rest. Several such streams compete, and the fastest of them counts.
+What is limited only by memory takes as long as a stream with the same mix of reads and writes. A
+single loop has a fixed mix, so a stream is two loops, one after the other, whose reads and writes
+add up to the mix: to read 5 bytes per 4 written, ``y += a`` on a quarter of the tensor and
+``y *= 1`` on the rest. Several such streams compete, and the fastest of them counts.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from pycomm.bench.contestants import Prepared
+import pycomm
+from pycomm.bench.measure import Figures, Prepared, compete
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,52 @@ class Mix:
     def total(self) -> int:
         """Read plus written."""
         return self.read + self.write
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The times of a task.
+
+    Attributes:
+        figures: those of the contestants, by name.
+        stream: the fastest stream in the same rounds, which is the floor.
+        stream_us: its time.
+    """
+
+    figures: dict[str, Figures]
+    stream: str
+    stream_us: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work on existing memory, which every contestant does in its own way.
+
+    Attributes:
+        name: the work.
+        mix: the bytes that must be read and written.
+        contestants: a call of each, by name.
+    """
+
+    name: str
+    mix: Mix
+    contestants: Mapping[str, Callable[[], object]]
+
+    def compete(
+        self, iters: int | None, device: str = "cpu", group: pycomm.Group | None = None
+    ) -> Outcome:
+        """Times the contestants and the streams in the same rounds.
+
+        Args:
+            iters: calls of each; None takes as many as fit into a fixed time.
+            device: where the memory is.
+            group: the ranks that do the work together; None if a process works alone.
+        """
+        probes = streams(self.mix, device, group=group)
+        figures = compete(group, {**self.contestants, **probes}, iters, device)
+        fastest = min(probes, key=lambda name: figures[name].time_us)
+        floor_us = figures[fastest].time_us
+        return Outcome({name: figures[name] for name in self.contestants}, fastest, floor_us)
 
 
 @dataclass(frozen=True)
@@ -63,7 +110,12 @@ READERS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def streams(mix: Mix, device: str, ladders: tuple[Ladder, ...] = LADDERS) -> dict[str, Prepared]:
+def streams(
+    mix: Mix,
+    device: str,
+    ladders: tuple[Ladder, ...] = LADDERS,
+    group: pycomm.Group | None = None,
+) -> dict[str, Prepared]:
     """The competing streams by name; on a GPU only a copy, to which GPU results are compared.
 
     They share one source and one target.
@@ -72,6 +124,8 @@ def streams(mix: Mix, device: str, ladders: tuple[Ladder, ...] = LADDERS) -> dic
         mix: the bytes that each of them reads and writes.
         device: where.
         ladders: the loops that they are made of; :data:`OUT_OF_PLACE` never reads what it writes.
+        group: the ranks that stream at once. Each call ends with a barrier, because ranks that
+            share a core could otherwise stream one after the other, unnoticed.
     """
     reads, writes = mix.read // 4, mix.write // 4
     if device != "cpu":
@@ -83,6 +137,8 @@ def streams(mix: Mix, device: str, ladders: tuple[Ladder, ...] = LADDERS) -> dic
     for ladder in ladders:
         for reader in READERS:
             name, calls = _compose(source[:reads], target[:writes], ladder, reader)
+            if group is not None:
+                calls.append(partial(pycomm.barrier, group=group))
             found[name] = Prepared(source, target, partial(_run, calls))
     return found
 

@@ -1,9 +1,19 @@
-"""The model in the benchmarks of training, and the ways to average its gradients."""
+"""Training steps: ``python -m pycomm.bench step`` and ``python -m pycomm.bench overlap``.
+
+``step`` times steps with every exchange. The time of an exchange is its step's time minus that of
+DDP with a hook that does nothing.
+
+``overlap`` measures how much of the exchange backward hides. If each rank has one core, an exchange
+through memory takes core time from backward, so nothing can be hidden. The benchmark therefore
+emulates a link, which takes as long as backward and uses no core. Exposed is the time by which a
+step is longer than its computation.
+"""
 
 # DistributedDataParallel compares hooks' annotations as objects: they must not become strings.
 import functools
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,43 +26,34 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm import hooks
 from pycomm._runtime.torch_private import GradBucket
-from pycomm.bench import report
-from pycomm.bench.contestants import Prepared
+from pycomm.bench import measure, verify
+from pycomm.bench.report import RankSettings, ResultRow, Results
 
 WIDTH = 1024
 MODES = ("ddp", "wrapper")
+PEER = "gloo"
 SETTLING = 3  # steps, after which DDP and the wrapper have their final buckets
-TOLERANCE = 1e-6  # of the largest gradient of a parameter
 Returned = TypeVar("Returned")
+# A bucket: the gradients, their parameters, and the offset of each gradient.
+Bucket = tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[int] | None]
+ALONE = {"ddp": "idle", "wrapper": "plain"}  # the trainee with the same computation and no exchange
 
 
-@dataclass(frozen=True)
-class TrainingSettings:
-    """A run, as asked for on the command line; see ``python -m pycomm.bench overlap -h``."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings(RankSettings):
+    """A run, as asked for on the command line; see ``python -m pycomm.bench overlap -h``.
 
-    benchmark: str
-    ranks: int
+    Attributes:
+        parameters: approximate parameters of the model.
+        batch: rows of each rank.
+        modes: some of `MODES`.
+        bucket_cap_mb: of DistributedDataParallel, whose default is not one number.
+    """
+
     parameters: int
     batch: int
-    modes: tuple[str, ...]
-    iters: int | None
-    timeout: float
-    json: str | None
-    command: str
-    bucket_cap_mb: float | None = (
-        None  # of DistributedDataParallel, whose default is not one number
-    )
-
-
-def begin(settings: TrainingSettings, group: pycomm.Group, header: str) -> dict[str, Any]:
-    """Prints the lines above the table on rank 0; returns the circumstances of the run."""
-    meta = report.circumstances(settings.command)
-    meta |= {"ranks": group.size, "batch": settings.batch}
-    if group.rank == 0:
-        print(f"# training, {group.size} ranks on {report.place(meta)}")
-        print(f"# {report.versions(meta)}")
-        print(f"# load {meta['load_before']:.2f}\n{header}", flush=True)
-    return meta
+    modes: tuple[str, ...] = ()
+    bucket_cap_mb: float | None = None
 
 
 @dataclass
@@ -63,28 +64,36 @@ class Trainee:
         model: the wrapped module, or the module itself.
         rows: this rank's input.
         state: the state of pycomm's exchange, if there is one.
-        backwards: seconds that every backward took.
+        optimizer: None takes no steps, so that all steps of all trainees are the same.
         calls: seconds that backward was kept, by every bucket of pycomm's.
     """
 
     model: nn.Module
     rows: torch.Tensor
     state: hooks.CommState | None = None
-    backwards: list[float] = field(default_factory=list)
+    optimizer: torch.optim.Optimizer | None = None
     calls: list[float] = field(default_factory=list)
 
     def step(self) -> None:
-        """Takes a step without an optimizer, so that all steps of all trainees are the same."""
+        """Takes a step of training."""
         self.model.zero_grad()
-        loss = self.model(self.rows).square().mean()
-        timed(loss.backward, self.backwards)()
+        self.backward(self.model(self.rows).float().square().mean())
+        if self.optimizer is not None:
+            self.optimizer.step()
 
-    def prepared(self) -> Prepared:
-        """Prepares steps for timing."""
-        return Prepared(self.rows, self.rows, self.step)
+    def backward(self, loss: torch.Tensor) -> None:
+        """Computes gradients, and averages them."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def parameters(self) -> int:
+        """The number of the model's parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def make(name: str, settings: TrainingSettings, group: pycomm.Group) -> Trainee:
+def make(
+    name: str, settings: TrainingSettings, group: pycomm.Group, dtype: torch.dtype = torch.float32
+) -> Trainee:
     """Makes a trainee with its final buckets: the same model on all ranks, on different rows.
 
     Args:
@@ -92,12 +101,9 @@ def make(name: str, settings: TrainingSettings, group: pycomm.Group) -> Trainee:
             ``"gloo"`` without a hook; ``"ddp"`` and ``"wrapper"`` are pycomm's.
         settings: the settings of the run.
         group: the ranks that train.
+        dtype: that of parameters and rows.
     """
-    torch.manual_seed(0)
-    module = make_module(settings.parameters)
-    rows = torch.randn(
-        settings.batch, WIDTH, generator=torch.Generator().manual_seed(1 + group.rank)
-    )
+    module, rows = make_module_and_rows(settings, group.rank, dtype)
     trainee = Trainee(module, rows)
     if name == "wrapper":
         wrapped = pycomm.DataParallel(module, group=group)
@@ -119,20 +125,6 @@ def make(name: str, settings: TrainingSettings, group: pycomm.Group) -> Trainee:
     return trainee
 
 
-def count_wrong(trainee: Trainee, alone: Trainee) -> int:
-    """The number of gradients, over all ranks, that are not the mean of all ranks' gradients."""
-    wrong = torch.zeros((), dtype=torch.int64)
-    for ours, theirs in zip(trainee.model.parameters(), alone.model.parameters(), strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        mean = theirs.grad.clone()
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-        wrong += (~((ours.grad - mean).abs() <= TOLERANCE * mean.abs().max())).sum()
-    dist.all_reduce(wrong)
-    return int(wrong)
-
-
 def timed(function: Callable[..., Returned], seconds: list[float]) -> Callable[..., Returned]:
     """Wraps a function so that it records its time."""
 
@@ -146,20 +138,21 @@ def timed(function: Callable[..., Returned], seconds: list[float]) -> Callable[.
     return call
 
 
-def count_parameters(trainee: Trainee) -> int:
-    """The number of the model's parameters."""
-    return sum(parameter.numel() for parameter in trainee.model.parameters())
-
-
-def make_module(parameters: int) -> nn.Sequential:
-    """A module with about `parameters` parameters."""
-    layers = max(round(parameters / (WIDTH * (WIDTH + 3))), 1)
-    return nn.Sequential(
+def make_module_and_rows(
+    settings: TrainingSettings, rank: int, dtype: torch.dtype
+) -> tuple[nn.Sequential, torch.Tensor]:
+    """The same model on all ranks, and rows of each rank's own."""
+    torch.manual_seed(0)
+    layers = max(round(settings.parameters / (WIDTH * (WIDTH + 3))), 1)
+    module = nn.Sequential(
         *(
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
             for _ in range(layers)
         )
     )
+    generator = torch.Generator().manual_seed(1 + rank)
+    rows = torch.randn(settings.batch, WIDTH, generator=generator)
+    return module.to(dtype), rows.to(dtype)
 
 
 def exchange_nothing(state: object, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ARG001
@@ -167,3 +160,232 @@ def exchange_nothing(state: object, bucket: GradBucket) -> Future[torch.Tensor]:
     future: Future[torch.Tensor] = Future()
     future.set_result(bucket.buffer())
     return future
+
+
+def begin(
+    settings: TrainingSettings, group: pycomm.Group, header: str, *notes: str, **facts: Any
+) -> Results[Any]:
+    """Prints the lines above the table."""
+    results: Results[Any] = Results(settings, ranks=group.size, batch=settings.batch, **facts)
+    results.begin(f"training, {group.size} ranks on {results.place}", header, *notes)
+    return results
+
+
+@dataclass(frozen=True)
+class StepRow(ResultRow):
+    """The result of one way to exchange.
+
+    Attributes:
+        name: ``"ddp"`` is DDP with pycomm's hook, ``"wrapper"`` pycomm's own, ``"gloo"`` DDP alone.
+        idle_us: a step of DDP with a hook that does nothing.
+        step_us: a step.
+        exchange_us: the difference.
+        speedup: the exchange of DDP on Gloo over this one.
+        wrong: gradients, over all ranks.
+    """
+
+    name: str
+    ranks: int
+    parameters: int
+    iterations: int
+    idle_us: float
+    step_us: float
+    exchange_us: float
+    speedup: float
+    wrong: int
+
+    def line(self) -> str:
+        """The line of the table."""
+        return (
+            f"{self.name:>8} {self.parameters:11} {self.step_us / 1e3:10.2f} "
+            f"{self.idle_us / 1e3:8.2f} {self.exchange_us / 1e3:10.2f} {self.speedup:8.2f} "
+            f"{self.wrong:>7}"
+        )
+
+
+STEP_HEADER = """\
+#   name  parameters       step  without   exchange   gloo's  #wrong
+#                          (ms)     (ms)       (ms)   / this"""
+
+
+def run_steps(settings: TrainingSettings) -> None:
+    """Measures steps with all exchanges in the same rounds; rank 0 prints and writes."""
+    with pycomm.init(timeout=settings.timeout) as group:
+        results: Results[StepRow] = begin(settings, group, STEP_HEADER)
+        names = (*settings.modes, PEER)
+        idle, *trainees = (make(name, settings, group) for name in ("idle", *names))
+        wrong = [verify.count_wrong_gradients(each.model, idle.model) for each in trainees]
+        calls = {"idle": idle.step} | dict(
+            zip(names, (each.step for each in trainees), strict=True)
+        )
+        figures = measure.compete(group, calls, settings.iters)
+        idle_us = figures["idle"].time_us
+        peer_us = figures[PEER].time_us - idle_us
+        results.add(
+            StepRow(
+                name=name,
+                ranks=group.size,
+                parameters=idle.parameters,
+                iterations=figures[name].iterations,
+                idle_us=round(idle_us, 1),
+                step_us=round(figures[name].time_us, 1),
+                exchange_us=round(figures[name].time_us - idle_us, 1),
+                speedup=round(peer_us / (figures[name].time_us - idle_us), 2),
+                wrong=errors,
+            )
+            for name, errors in zip(names, wrong, strict=True)
+        )
+        results.end()
+
+
+class EmulatedLink:
+    """Delays the ends of a state's exchanges to when a link of a given rate could end them.
+
+    Attributes:
+        seconds_per_byte: the inverse rate; at first 0, so there is no delay.
+        buckets: the buckets of the last step, as arguments of the state's ``start``.
+    """
+
+    def __init__(self, state: hooks.CommState) -> None:
+        self.seconds_per_byte = 0.0
+        self.buckets: list[Bucket] = []
+        self._state, self._step, self._free = state, state.step, 0.0
+        self._start, self._finish = state.start, state.finish
+        state.start, state.finish = self._send, self._arrive  # type: ignore[method-assign]
+
+    def exchange(self) -> None:
+        """Runs the exchanges of a step, without the step."""
+        for buffer, parameters, begins in tuple(self.buckets):
+            self._state.start(buffer, parameters, begins=begins)
+        self._state.finish()
+
+    def wire_bytes(self, bucket: Bucket) -> int:
+        """Bytes that a rank reads from other ranks for a bucket, uncompressed."""
+        ranks = self._state.group.size
+        return 2 * (ranks - 1) * bucket[0].nbytes // ranks
+
+    def _send(
+        self,
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        backward: int = -1,
+        *,
+        begins: Sequence[int] | None = None,
+    ) -> Future[Any]:
+        bucket = buffer, parameters, begins
+        future = self._start(buffer, parameters, backward, begins=begins)
+        if self._state.step != self._step:
+            self._step, self.buckets = self._state.step, []
+        self.buckets.append(bucket)
+        taken = self.wire_bytes(bucket) * self.seconds_per_byte
+        self._free = max(time.perf_counter(), self._free) + taken
+        return future
+
+    def _arrive(self, backward: int = -1) -> None:
+        """Waits until the link would have carried the bytes."""
+        time.sleep(max(self._free - time.perf_counter(), 0.0))
+        self._finish(backward)
+
+
+@dataclass(frozen=True)
+class OverlapRow(ResultRow):
+    """The result of one mode.
+
+    Attributes:
+        bytes: bytes of gradients per step.
+        compute_us: a step without any exchange.
+        backward_us: its backward.
+        communication_us: the exchanges of the step alone, through the same link.
+        step_us: a step with it.
+        exposed_us: what the step takes longer than its computation.
+        exposed_percent: of the communication.
+        call_mean_us: that handing over a bucket keeps backward: under DDP, the whole hook.
+        call_p50_us: the median of that.
+        wrong: gradients, over all ranks.
+    """
+
+    mode: str
+    ranks: int
+    parameters: int
+    bytes: int
+    buckets: int
+    iterations: int
+    compute_us: float
+    backward_us: float
+    communication_us: float
+    step_us: float
+    exposed_us: float
+    exposed_percent: float
+    call_mean_us: float
+    call_p50_us: float
+    wrong: int
+
+    def line(self) -> str:
+        """The line of the table."""
+        return (
+            f"{self.mode:>9} {self.parameters:11} {self.buckets:8} {self.compute_us / 1e3:10.1f} "
+            f"{self.backward_us / 1e3:10.1f} {self.communication_us / 1e3:14.1f} "
+            f"{self.step_us / 1e3:10.1f} {self.exposed_percent:8.1f} "
+            f"{self.call_mean_us:10.1f} {self.call_p50_us:5.1f} {self.wrong:>7}"
+        )
+
+
+OVERLAP_HEADER = """\
+#    mode  parameters  buckets    compute   backward  communication       step  exposed         hand-over  #wrong
+#                                    (ms)       (ms)           (ms)       (ms)      (%)  mean (us)   p50"""  # noqa: E501
+
+
+def run_overlap(settings: TrainingSettings) -> None:
+    """Measures every mode in the settings; rank 0 prints and writes."""
+    with pycomm.init(timeout=settings.timeout) as group:
+        results: Results[OverlapRow] = begin(settings, group, OVERLAP_HEADER)
+        for mode in settings.modes:
+            results.add([_measure_overlap(mode, settings, group)])
+        results.end()
+
+
+def _measure_overlap(mode: str, settings: TrainingSettings, group: pycomm.Group) -> OverlapRow:
+    alone, trainee = (make(name, settings, group) for name in (ALONE[mode], mode))
+    assert trainee.state is not None
+    wrong = verify.count_wrong_gradients(trainee.model, alone.model)
+    backwards: list[float] = []
+    alone.backward = timed(alone.backward, backwards)  # type: ignore[method-assign]
+    for _ in range(SETTLING):
+        alone.step()
+    link = EmulatedLink(trainee.state)
+    trainee.step()  # tells the link of the buckets
+    link.seconds_per_byte = _slowest(backwards) / trainee.state.stats()["bytes_wire"]
+    trainee.calls.clear()
+
+    def exchange_alone() -> None:
+        counted = len(trainee.calls)
+        link.exchange()
+        del trainee.calls[counted:]  # those of backward count
+
+    calls = {"compute": alone.step, "communication": exchange_alone, "step": trainee.step}
+    compute, communication, step = measure.compete(group, calls, settings.iters).values()
+    exposed_us = step.time_us - compute.time_us
+    return OverlapRow(
+        mode=mode,
+        ranks=group.size,
+        parameters=trainee.parameters,
+        bytes=int(trainee.state.stats()["bytes_in"]),
+        buckets=len(link.buckets),
+        iterations=step.iterations,
+        compute_us=round(compute.time_us, 1),
+        backward_us=round(1e6 * _slowest(backwards), 1),
+        communication_us=round(communication.time_us, 1),
+        step_us=round(step.time_us, 1),
+        exposed_us=round(exposed_us, 1),
+        exposed_percent=round(100 * exposed_us / communication.time_us, 1),
+        call_mean_us=round(1e6 * statistics.fmean(trainee.calls), 1),
+        call_p50_us=round(1e6 * statistics.median(trainee.calls), 1),
+        wrong=wrong,
+    )
+
+
+def _slowest(seconds: list[float]) -> float:
+    """The slowest rank's median, which is the same on every rank."""
+    median = torch.tensor(statistics.median(seconds))
+    dist.all_reduce(median, dist.ReduceOp.MAX)
+    return float(median)

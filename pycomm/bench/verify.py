@@ -1,16 +1,34 @@
-"""Inputs with results that are known beforehand, for every dtype and order of adding.
+"""Checks of results, before anything is timed.
 
+Collectives run on inputs whose results are known beforehand, for every dtype and order of adding.
 All values are small integers, and so are all partial results, so nothing rounds. The right answer
 comes from a closed form, not from reducing: element i has a base, and rank r's share of it depends
 only on ``(r + i) mod n``, which takes every value from 0 to n - 1 exactly once over the ranks.
+
+A compressed all-reduce gets the same inputs. Every rank must have the same bits. Int8 must be
+within its published bound. A cast must be exact, as these small integers are exact in the narrow
+floats, too. With a residual nothing may be lost: the result, counted once per rank if it is a mean,
+and all ranks' residuals must add up to the inputs. Top-k promises only the last property and equal
+bits.
+
+Codecs are compared with torch's operators, gradients with the mean of all ranks', and parameters
+after some steps with those of another way to exchange.
 """
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from pycomm.bench.cases import Case
-from pycomm.bench.contestants import Prepared
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import pycomm
+from pycomm.bench.contestants import Case, Compressed, Contestant
+from pycomm.bench.measure import Prepared
 
 # A prime: data that land a power of two off their place are seen.
 PERIOD = 251
@@ -18,6 +36,9 @@ PERIOD = 251
 LARGEST = 255
 LARGEST_SUMMAND = 4  # of what is summed or averaged: a base of 2, plus 1, plus 1
 POISON = 99
+# Rounding of sums in the tensor's own dtype, and in the fp32 of residuals, in units of its epsilon.
+SOME_ULPS = 4
+TOLERANCE = 1e-6  # of the largest gradient of a parameter
 
 
 def _spread(pattern: torch.Tensor, case: Case) -> torch.Tensor:
@@ -79,3 +100,157 @@ def count_wrong(case: Case, rank: int, prepared: Prepared) -> int:
         prepared.source.copy_(given)
     prepared.call()
     return int((prepared.result != expected.to(prepared.result.device)).sum())
+
+
+def count_wrong_everywhere(
+    case: Case, rank: int, contestants: Sequence[Contestant], runs: Sequence[Prepared]
+) -> list[int]:
+    """Wrong elements of every contestant, over all ranks."""
+    wrong = torch.tensor(
+        [
+            count_wrong_compressed(case, rank, contestant, run)
+            if isinstance(contestant, Compressed)
+            else count_wrong(case, rank, run)
+            for contestant, run in zip(contestants, runs, strict=False)
+        ]
+    )
+    dist.all_reduce(wrong)
+    return [int(count) for count in wrong]
+
+
+def count_wrong_compressed(
+    case: Case, rank: int, contestant: Compressed, prepared: Prepared
+) -> int:
+    """Runs the case on known inputs; returns the number of elements that fail a check here."""
+    wrong = _count_once(case, rank, contestant, prepared)
+    if prepared.residual is not None:
+        prepared.residual.zero_()  # as it was
+    else:
+        kept = replace(contestant, feedback=True)
+        wrong += _count_once(case, rank, kept, kept.prepare(case))
+    return wrong
+
+
+def _count_once(case: Case, rank: int, contestant: Compressed, prepared: Prepared) -> int:
+    compression = pycomm.parse_compression(contestant.compression)
+    prepared.result.fill_(POISON)
+    prepared.source.copy_(inputs(case, rank))
+    prepared.call()
+    result = prepared.result.cpu()
+    wrong = _unlike_first(result)
+    if not isinstance(compression, pycomm.TopK):
+        off = (result.float() - outputs(case).float()).abs()
+        limit = _bound(compression, contestant.algorithm, case) + _rounding(case)
+        wrong += int((~(off <= limit)).sum())
+    if prepared.residual is not None:
+        wrong += _lost(case, result, prepared.residual.cpu())
+    return wrong
+
+
+def _unlike_first(result: torch.Tensor) -> int:
+    """The number of elements with other bits than on rank 0."""
+    first = result.clone()
+    dist.broadcast(first.view(torch.uint8), 0)
+    bits = torch.int32 if result.element_size() == 4 else torch.int16
+    return int((first.view(bits) != result.view(bits)).sum())
+
+
+def _bound(compression: pycomm.Compression, algorithm: str, case: Case) -> float:
+    """The largest error of an element from compression, without the rounding of sums."""
+    if not isinstance(compression, pycomm.Int8) or case.ranks == 1:
+        return 0.0
+    roundings = {"ring": (case.ranks + 1) / 2, "tree": math.ceil(math.log2(case.ranks)) + 1}
+    mean = roundings.get(algorithm, 2) * LARGEST_SUMMAND / 254
+    return mean * (case.ranks if case.op == "sum" else 1)
+
+
+def _rounding(case: Case) -> float:
+    """The largest error from rounding sums to the tensor's dtype."""
+    largest = LARGEST_SUMMAND * (case.ranks if case.op == "sum" else 1)
+    return SOME_ULPS * torch.finfo(case.dtype).eps * largest
+
+
+def _lost(case: Case, result: torch.Tensor, residual: torch.Tensor) -> int:
+    """The number of elements whose results and residuals do not add up to the inputs."""
+    dist.all_reduce(residual)
+    total = residual + result.float() * (case.ranks if case.op == "avg" else 1)
+    expected = outputs(replace(case, op="sum")).float()
+    limit = _rounding(replace(case, op="sum"))
+    return int((~((total - expected).abs() <= limit)).sum())
+
+
+def count_far_decoded(
+    codec: pycomm.Int8, x: torch.Tensor, wire: torch.Tensor, taken: torch.Tensor, add: bool
+) -> int:
+    """Elements that int8 leaves further off than half a scale plus rounding errors."""
+    if add:
+        taken.copy_(x)
+    codec.decode(codec.encode(x, wire), x.numel(), taken, add=add)
+    blocks = x.float().view(-1, codec.block)
+    limit = blocks.abs().amax(1, keepdim=True)
+    limit *= 1 / 254 + torch.finfo(taken.dtype).eps / 2 + 2**-21
+    off = (taken.float().view_as(blocks) - (2 if add else 1) * blocks).abs()
+    return int((~(off <= limit)).sum())
+
+
+def count_unselected(codec: pycomm.TopK, x: torch.Tensor, largest: torch.Tensor) -> int:
+    """Elements out of order, with wrong values, or smaller than the largest magnitudes."""
+    indices, values = codec.select(x)
+    if len(indices) != len(largest) or len(values) != len(largest):
+        return len(largest)
+    ours, theirs = values.abs().sort().values, largest.float().sort().values
+    disorder = int((indices[1:] <= indices[:-1]).sum())
+    return disorder + int((values != x[indices]).sum()) + int((ours != theirs).sum())
+
+
+def count_unlike(
+    codec: pycomm.Compression, x: torch.Tensor, wire: torch.Tensor, expected: torch.Tensor
+) -> int:
+    """Elements that a codec decodes to other values than expected."""
+    decoded = codec.decode(codec.encode(x, wire), x.numel(), dtype=x.dtype)
+    return int((decoded != expected).sum())
+
+
+def count_wrong_gradients(trained: nn.Module, alone: nn.Module) -> int:
+    """The number of gradients, over all ranks, that are not the mean of all ranks' own."""
+    wrong = torch.zeros((), dtype=torch.int64)
+    for ours, theirs in zip(trained.parameters(), alone.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        mean = theirs.grad.clone()
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        wrong += (~((ours.grad - mean).abs() <= TOLERANCE * mean.abs().max())).sum()
+    dist.all_reduce(wrong)
+    return int(wrong)
+
+
+def count_different(ours: nn.Module, theirs: nn.Module) -> int:
+    """The number of parameters, over all ranks, that differ in any bit."""
+    return _count_parameters(ours, theirs, lambda a, b: _bits(a) != _bits(b))
+
+
+def count_far(ours: nn.Module, theirs: nn.Module, limit: float) -> int:
+    """The number of parameters, over all ranks, that differ by `limit` or more."""
+    return _count_parameters(ours, theirs, lambda a, b: ~((a - b).abs() < limit))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.itemsize == 4 else torch.int16)
+
+
+def _count_parameters(
+    ours: nn.Module,
+    theirs: nn.Module,
+    differ: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> int:
+    found = torch.zeros((), dtype=torch.int64)
+    for one, other in zip(_whole(ours), _whole(theirs), strict=True):
+        found += differ(one, other).sum()
+    dist.all_reduce(found)
+    return int(found)
+
+
+def _whole(model: nn.Module) -> Sequence[torch.Tensor]:
+    tensors = (parameter.detach() for parameter in model.parameters())
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]

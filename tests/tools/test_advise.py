@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from imagined import MACHINE, TYPICAL, imagined
 
-from pycomm.advise import advice, constants, table, training
+from pycomm.advise import advice, constants
 from pycomm.advise.advice import Question
-from pycomm.advise.cluster import Cluster, Link
 from pycomm.advise.constants import COMPRESSIONS, OPERATIONS, UNITS, Constants
-from pycomm.advise.model import ALGORITHMS, Model, possible
+from pycomm.advise.model import ALGORITHMS, BACKWARD, Cluster, Link, Model, possible, predict
 
 MILLION = 10**6
 PAIRS = [(a, c) for a in ALGORITHMS for c in COMPRESSIONS if possible(a, c)]
@@ -151,7 +150,7 @@ def test_a_token_bucket_lets_some_pass():
     for algorithm in ALGORITHMS:
         assert model.exchange(algorithm, "none", MILLION).wire == pytest.approx(24e-3, rel=0.05)
         assert model.exchange(algorithm, "none", MILLION // 8).wire == pytest.approx(0, abs=1e-9)
-    step = training.predict(model, "stripes", "none", 100 * MILLION, 0.1)
+    step = predict(model, "stripes", "none", 100 * MILLION, 0.1)
     assert step.buckets * step.bucket.wire == pytest.approx(399e6 * 8e-9)
 
 
@@ -222,7 +221,7 @@ def test_a_step_against_its_simulation(parameters, compute, cores, busy_us):
     """With a core of its own, an exchange does not wait until computation makes room for it."""
     nodes = cluster(2, 2, cores_per_rank=cores)
     model = Model(nodes, imagined(link__busy=busy_us))
-    step = training.predict(model, "stripes", "none", parameters, compute)
+    step = predict(model, "stripes", "none", parameters, compute)
     link = dataclasses.replace(nodes.link, latency=nodes.link.latency + busy_us * 1e-6)
     busy = Model(dataclasses.replace(nodes, link=link), imagined())
     elements = parameters // step.buckets
@@ -230,7 +229,7 @@ def test_a_step_against_its_simulation(parameters, compute, cores, busy_us):
     if cores == 2:
         slower = exchange
     assert (slower > 1.001 * exchange) == (cores == 1 and busy_us > 1)
-    reference = simulations.training(compute, training.BACKWARD, step.buckets, exchange, slower)
+    reference = simulations.training(compute, BACKWARD, step.buckets, exchange, slower)
     assert step.seconds == pytest.approx(reference, rel=1e-3)
     assert step.exposed == pytest.approx(reference - compute, rel=1e-3, abs=1e-3 * reference)
 
@@ -238,7 +237,7 @@ def test_a_step_against_its_simulation(parameters, compute, cores, busy_us):
 def test_who_shares_a_core_waits_for_it():
     known = imagined(none__add=20.0)
     alone, shared = (
-        training.predict(
+        predict(
             Model(cluster(2, 2, rate=1e12, cores_per_rank=cores), known),
             "stripes", "none", 20 * MILLION, 0.5,
         )
@@ -272,7 +271,7 @@ def test_more_is_never_faster(link, nodes, per_node, elements, pair):
 @given(links, st.integers(1, 64), st.floats(1e-3, 1e3), st.sampled_from(PAIRS))
 def test_a_step_hides_no_more_than_there_is(link, nodes, compute, pair):
     model = Model(Cluster(nodes, nodes, link), TYPICAL)
-    step = training.predict(model, *pair, 10 * MILLION, compute)
+    step = predict(model, *pair, 10 * MILLION, compute)
     assert step.seconds >= compute
     assert 0 <= step.exposed <= step.exchange + 1e-9 * step.seconds
 
@@ -317,9 +316,9 @@ def test_break_even():
         (lambda: Model(cluster(2, 2), imagined()).exchange("ring", "int4", 1), "compression must"),
         (lambda: Model(cluster(2, 2), imagined()).exchange("ring", "topk", 1), "none or bf16"),
         (lambda: Model(cluster(2, 2), imagined()).exchange("ring", "none", 0), "elements must be"),
-        (lambda: training.predict(Model(cluster(2, 2), imagined()), "ring", "none", 1, 0.0),
+        (lambda: predict(Model(cluster(2, 2), imagined()), "ring", "none", 1, 0.0),
          "compute must be positive"),
-        (lambda: training.predict(Model(cluster(2, 2), imagined()), "ring", "none", 0, 1.0),
+        (lambda: predict(Model(cluster(2, 2), imagined()), "ring", "none", 0, 1.0),
          "parameters must be at least 1"),
     ],
 )  # fmt: skip
@@ -331,13 +330,13 @@ def test_arguments_are_checked(call, message):
 def test_table():
     question = ask()
     steps = question.steps()
-    lines = table.table(steps, advice.choose(question)).splitlines()
+    lines = advice.table(steps, advice.choose(question)).splitlines()
     assert sum(line.startswith("---") for line in lines) == len(ALGORITHMS)
     assert len(lines) == 2 + len(ALGORITHMS) + len(PAIRS)
     assert sum(line.startswith("*") for line in lines) == 1
     assert {len(line) for line in lines} == {max(map(len, lines))}
     assert max(map(len, lines)) <= 80
-    assert [table.human_figure(value) for value in (12409.3, 86.44, 0.25, 0)] == [
+    assert [advice.human_figure(value) for value in (12409.3, 86.44, 0.25, 0)] == [
         "12,409", "86.4", "0.25", "0",
     ]  # fmt: skip
 
@@ -345,9 +344,9 @@ def test_table():
 def test_what_top_k_costs_is_said():
     """If top-k is chosen, the time of int8 is shown, too."""
     slow, fast = ask(rate=1e8), ask(rate=1e13)
-    said = ["\n".join(table.advice(q, advice.choose(q))) for q in (slow, fast)]
+    said = ["\n".join(advice.recommend(q, advice.choose(q))) for q in (slow, fast)]
     assert "a loss\n13 % higher with AdamW" in said[0]
-    int8 = table.human_figure(1e3 * slow.step("stripes", "int8").seconds)
+    int8 = advice.human_figure(1e3 * slow.step("stripes", "int8").seconds)
     assert f"With int8, {int8} ms a step, no difference could be found." in said[0]
     assert "Adam" not in said[1]
 
@@ -356,7 +355,7 @@ def test_what_others_do_better_is_said():
     """A ring of two ranks has a latency less than stripes, which begin with a handshake."""
     far = Question(MILLION, cluster(2, 2, latency=5e-3), 0.05, 0.01, imagined())
     near = dataclasses.replace(far, cluster=cluster(2, 2))
-    said = ["\n".join(table.advice(q, advice.choose(q))) for q in (far, near)]
+    said = ["\n".join(advice.recommend(q, advice.choose(q))) for q in (far, near)]
     assert "Faster, but not pycomm's: ring, bf16, " in said[0]
     assert "Faster" not in said[1]
 

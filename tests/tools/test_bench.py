@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,24 +14,15 @@ import torch
 from helpers import join_world, run_group, run_ranks
 
 import pycomm
-from pycomm.bench import (
-    cli,
-    codec_tasks,
-    contestants,
-    measure,
-    session,
-    streams,
-    verify_compressed,
-)
-from pycomm.bench.cases import Case
-from pycomm.bench.contestants import Compressed
+from pycomm.bench import cli, codecs, collectives, measure, streams, verify
+from pycomm.bench.contestants import Case, Compressed
 
 CASE = Case("all_reduce", torch.float32, "avg", 5000, 2, "cpu")
 
 
 def run_session(rank, size, store, argv):
     join_world(rank, size, store)
-    session.run(cli.parse(argv))
+    collectives.run(cli.parse(argv))
 
 
 def test_compressions_compete(tmp_path):
@@ -55,7 +47,7 @@ def test_compressions_compete(tmp_path):
 
 def count_wrong(group, name, algorithm, case, spoil=0.0):
     """Wrong elements on this rank, if rank 1 adds `spoil` to an element of its result."""
-    contestant = Compressed(group, algorithm, "tensor", name)
+    contestant = Compressed(group=group, algorithm=algorithm, compression=name)
     prepared = contestant.prepare(case)
 
     def call():
@@ -63,7 +55,7 @@ def count_wrong(group, name, algorithm, case, spoil=0.0):
         if group.rank == 1:
             prepared.result[7] += spoil
 
-    return verify_compressed.count_wrong(case, group.rank, contestant, replace(prepared, call=call))
+    return verify.count_wrong_compressed(case, group.rank, contestant, replace(prepared, call=call))
 
 
 def count_every(group):
@@ -72,7 +64,7 @@ def count_every(group):
         for algorithm in ("auto", "ring", "tree"):
             for dtype, op in product((torch.float32, torch.bfloat16), ("avg", "sum")):
                 case = replace(CASE, dtype=dtype, op=op, ranks=group.size)
-                if Compressed(group, algorithm, "tensor", name).supports(case):
+                if Compressed(group=group, algorithm=algorithm, compression=name).supports(case):
                     counts[name, algorithm, dtype, op] = count_wrong(group, name, algorithm, case)
     return counts
 
@@ -94,9 +86,9 @@ def test_wrong_results_are_found():
 
 
 def residual_after_checks(group):
-    contestant = Compressed(group, "auto", "tensor", "int8", feedback=True)
+    contestant = Compressed(group=group, compression="int8", feedback=True)
     prepared = contestant.prepare(CASE)
-    assert verify_compressed.count_wrong(CASE, group.rank, contestant, prepared) == 0
+    assert verify.count_wrong_compressed(CASE, group.rank, contestant, prepared) == 0
     return prepared.residual.any().item()
 
 
@@ -119,6 +111,30 @@ def test_streams_move_what_they_say(read, write):
             assert all(operand.numel() == n for operand in call.args)
         assert writes == target.numel()
         assert reads == source.numel()
+
+
+def test_a_task_has_the_fastest_stream_as_its_floor():
+    mix = streams.Mix(4096, 4096)
+    outcome = streams.Task("nothing", mix, {"ours": int, "theirs": int}).compete(iters=7)
+    assert list(outcome.figures) == ["ours", "theirs"]
+    assert all(figures.iterations == 7 for figures in outcome.figures.values())
+    assert outcome.stream in streams.streams(mix, "cpu")
+    assert outcome.stream_us > 0
+
+
+def stream_together(group, path):
+    """Whether rank 1 has begun when rank 0 has ended."""
+    stream = next(iter(streams.streams(streams.Mix(64, 64), "cpu", group=group).values()))
+    pycomm.barrier(group=group)
+    if group.rank == 1:
+        time.sleep(0.2)
+        path.touch()
+    stream.call()
+    return path.exists()
+
+
+def test_streams_of_a_group_end_together(tmp_path):
+    assert run_group(2, stream_together, tmp_path / "begun") == [True, True]
 
 
 def test_codecs(tmp_path, capsys):
@@ -166,9 +182,9 @@ class WrongTopK(pycomm.TopK):
 
 def test_wrong_codecs_are_found():
     x = torch.randn(8192)
-    assert [task.wrong() for task in codec_tasks.tasks(WrongInt8(), x)] == [1, 1, 1]
-    selecting, *_ = codec_tasks.tasks(WrongTopK(k=100), x)
-    assert selecting.wrong() == 99
+    assert [task.count_wrong() for task in codecs.make_tasks(WrongInt8(), x)] == [1, 1, 1]
+    selecting, *_ = codecs.make_tasks(WrongTopK(k=100), x)
+    assert selecting.count_wrong() == 99
 
 
 @pytest.mark.parametrize(
@@ -203,7 +219,7 @@ def test_nonsense_is_refused(argv, capsys):
 
 @pytest.mark.parametrize("iters", [1, 2, 7, 23])
 def test_as_many_calls_as_asked_for(iters):
-    prepared = [contestants.Prepared(torch.ones(1), torch.ones(1), lambda: None) for _ in range(2)]
+    prepared = [measure.Prepared(torch.ones(1), torch.ones(1), lambda: None) for _ in range(2)]
     figures = measure.interleave(None, prepared, iters)
     assert [figure.iterations for figure in figures] == [iters] * 2
 

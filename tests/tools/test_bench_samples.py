@@ -11,10 +11,11 @@ from helpers import join_world, run_group, run_ranks
 
 import pycomm
 from pycomm import _C
-from pycomm.bench import cli, floor, measure, report, session
-from pycomm.bench.cases import KIB, Case
-from pycomm.bench.contestants import Prepared, Pycomm
+from pycomm.bench import cli, collectives, floor, measure
+from pycomm.bench.contestants import Case, Pycomm
 from pycomm.bench.floor import Route
+from pycomm.bench.measure import Prepared
+from pycomm.bench.report import KIB
 
 
 def late_call(group):
@@ -48,7 +49,7 @@ def test_a_sample_is_the_slowest_ranks_call_on_new_data():
 def test_data_is_written_anew(dtype):
     with pycomm.LocalWorld(1) as world:
         case = Case("all_reduce", dtype, "sum", 1000, 1, "cpu")
-        prepared = Pycomm(world.groups[0], "auto", "tensor").prepare(case)
+        prepared = Pycomm(group=world.groups[0]).prepare(case)
         prepared.source.fill_(77)
         prepared.rewrite()
         assert prepared.source.unique().numel() > 2
@@ -95,7 +96,10 @@ def crossings(group):
             continue
         collective, buffer = COLLECTIVES[route]
         case = Case(collective, torch.float32, "sum", count, ranks, "cpu")
-        run = floor.Crossing(group, collective, route, tile, buffer).prepare(case)
+        probe = floor.CrossingProbe(
+            group=group, collective=collective, route=route, tile=tile, buffer=buffer
+        )
+        run = probe.prepare(case)
         for turn in range(6):
             run.result.fill_(-1)
             run.source.copy_(given_by(me, turn, route, count, ranks))
@@ -129,7 +133,7 @@ def test_a_crossing_ends_if_another_rank_does_not_come():
 
 def compete(rank, size, store, argv):
     join_world(rank, size, store)
-    session.run(cli.parse(argv))
+    collectives.run(cli.parse(argv))
 
 
 def test_rows_stand_beside_the_floor(tmp_path):
@@ -146,7 +150,7 @@ def test_rows_stand_beside_the_floor(tmp_path):
         least = min(p["time_us"] for p in able)
         expected = None if row["compression"] == "int8" else row["time_us"] / least
         assert row["over_floor"] == (expected and pytest.approx(expected, rel=0.02, abs=0.01))
-    small, large = report.floors(probes, ("tensor", "window"))
+    small, large = floor.describe(probes, ("tensor", "window"))
     assert small.startswith("floor at 4 KiB float32: tensor ")
     one_rank = next(p for p in probes if p["impl"] == "one rank")
     assert re.search(r"us \((one|two)_shot[^)]*\), window ", small)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycomm.bench.cases import GIB, KIB, MIB
-from pycomm.bench.contestants import Prepared
 from pycomm.bench.gpu import cases, cli, machine, ranks, small
+from pycomm.bench.measure import Prepared
+from pycomm.bench.report import GIB, KIB, MIB, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 NBYTES = 256 * KIB
@@ -153,13 +153,13 @@ def test_a_set_that_fails_does_not_stop_the_others(monkeypatch, capsys):
 
 
 def test_wrong_elements_are_told():
-    case = cases.Case("topk_encode", 1, 1, lambda: None)
+    case = cases.KernelCase("topk_encode", 1, 1, lambda: None)
     (row,) = cli.make_rows([case], {"topk_encode": [1.0, 1.0]}, 1.0, {"topk_encode": 3})
-    results = cli.Results(None, {})
+    results = cli.KernelResults(Settings())
     results.add([row])
     assert row.wrong == 3
     assert not results.good()
-    assert "3 WRONG" in cli.format_row(row)
+    assert "3 WRONG" in row.line()
 
 
 @pytest.mark.usefixtures("pretended")
@@ -177,8 +177,8 @@ def test_loopback_counts_wrong_elements():
 
 def test_figures():
     """A copy of 10 bytes takes 1 us; the case moves 100 in 20, twice per call."""
-    base = cases.Case("all_reduce_loopback", 50, 100, lambda: None, repeats=2)
-    peer = cases.Case(
+    base = cases.KernelCase("all_reduce_loopback", 50, 100, lambda: None, repeats=2)
+    peer = cases.KernelCase(
         "int8_all_reduce_loopback", 50, 200, lambda: None, suffix="_x",
         base="all_reduce_loopback", peer_name="another", peer=lambda: None,
     )  # fmt: skip
@@ -190,7 +190,7 @@ def test_figures():
     first, second = cli.make_rows([base, peer], samples, 0.1, {})
     assert (first.time_us, first.floor_us, first.share) == (20.0, 10.0, 0.5)
     assert first.goals == {"share >= 0.8": False}
-    assert "MISSED" in cli.format_row(first)
+    assert "MISSED" in first.line()
     assert (second.name, second.base) == ("int8_all_reduce_loopback_x", "all_reduce_loopback_x")
     assert (second.over, second.peer_ratio) == (1.25, 4.0)
     assert second.goals == {"over <= 1.4": True}

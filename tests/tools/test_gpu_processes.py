@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pycomm.bench.cases import MIB
 from pycomm.bench.gpu import machine, processes
+from pycomm.bench.report import MIB
 
 GROUP = SimpleNamespace(group_name="world")
 

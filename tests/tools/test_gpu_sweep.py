@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from pycomm.bench.cases import KIB, MIB
 from pycomm.bench.gpu import kernels, processes, sweep
+from pycomm.bench.report import KIB, MIB
 
 
 def rows(crossovers, among="threads"):

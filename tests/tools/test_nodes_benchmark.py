@@ -20,12 +20,11 @@ from benchmarks.nodes.cases import (
     WITH_FEEDBACK,
     Layout,
     all_reduce_rows,
-    format_row,
     sharded_rows,
     training_rows,
 )
 from benchmarks.nodes.sharded import STEPPERS
-from pycomm.bench.cases import MIB
+from pycomm.bench.report import MIB
 
 SIZE = 64 * MIB
 
@@ -82,7 +81,7 @@ def test_rows_are_predictions_until_they_are_filled():
     row.fill(time_us=2 * row.predicted_us, base_us=6 * row.predicted_us, link_bytes=7, rounds=3)
     assert (row.predicted_us, row.predicted_link_bytes) == before
     assert row.ratio == 3.0
-    assert "+100.0" in format_row(row)
+    assert "+100.0" in row.line()
 
 
 def test_goals_are_for_their_case_alone():
@@ -110,7 +109,7 @@ def test_training_rows():
 def test_predictions_are_in_the_file_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["nodes"])
     path = tmp_path / "nodes.json"
-    results = cli.Results(cli.parse(["--json", str(path)]), TYPICAL)
+    results = cli.NodeResults(cli.parse(["--json", str(path)]), TYPICAL)
     results.predict(list(rows_of().values()))
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 2 + len(COMPRESSIONS)

@@ -9,16 +9,15 @@ import torch
 import torch.distributed as dist
 from helpers import join_world, run_group, run_ranks
 
-from pycomm.bench import cli, shard, shard_peers, shard_tasks
-from pycomm.bench.optim_tasks import SCHEMES
-from pycomm.bench.shard_tasks import count_different, count_far
+from pycomm.bench import cli, peers, sharding, verify
+from pycomm.bench.optimizers import SCHEMES
 
 
 def measure_shards(rank, size, store, path):
     join_world(rank, size, store)
     os.environ["LOCAL_RANK"] = str(rank)  # which DeepSpeed requires
     what = f"step --shard -p 1M,2M --scheme fp32,bf16_remainder_8bit --batch 2 -n 2 -J {path}"
-    shard.run(cli.parse(what.split()))
+    sharding.run(cli.parse(what.split()))
 
 
 def test_shard_benchmark(tmp_path):
@@ -30,17 +29,17 @@ def test_shard_benchmark(tmp_path):
     if importlib.util.find_spec("deepspeed") is None:
         reason = "No module named 'deepspeed'"
         assert absent == {"deepspeed_zero1": reason, "deepspeed_zero2": reason}
-    peers = [peer for peer in shard_peers.PEERS if peer not in absent]
+    present = [peer for peer in peers.TRAINEES if peer not in absent]
     rows = {(r["scheme"], r["parameters"] >> 20, r["name"]): r for r in results["rows"]}
-    own = [mode + suffix for suffix in shard.BOUNDS for mode in shard.MODES]
+    own = [mode + suffix for suffix in sharding.BOUNDS for mode in sharding.MODES]
     assert list(rows) == [
         (scheme, size, name)
         for scheme in ("fp32", "bf16_remainder_8bit")
         for size in (1, 2)
-        for name in (*own, *peers)
+        for name in (*own, *present)
     ]
     for (scheme, _, name), row in rows.items():
-        is_peer = name in peers
+        is_peer = name in present
         assert row["iterations"] == 2
         is_compared = not is_peer or scheme == "fp32"
         assert row["wrong"] == (0 if is_compared else None)
@@ -66,28 +65,33 @@ def test_shard_benchmark(tmp_path):
 )
 def test_bytes_of_the_floor(scheme, ranks, clips, moved):
     """Per parameter: g + p, and a share of what the optimizer moves besides."""
-    mix = shard_tasks.mix(SCHEMES[scheme], 1 << 20, ranks, clips)
+    mix = sharding.make_mix(SCHEMES[scheme], 1 << 20, ranks, clips)
     assert mix.total / (1 << 20) == pytest.approx(moved, abs=0.005)
+
+
+def count_both(ours, theirs):
+    limit = sharding.LR / 10
+    return [verify.count_different(ours, theirs), verify.count_far(ours, theirs, limit)]
 
 
 def count_spoilt(group):
     settings = cli.parse(["step", "--shard", "-p", "1M", "--batch", "2"])
     made = [
-        shard_tasks.Own(settings, SCHEMES["fp32"], group, shard=mode)
+        sharding.WrappedTrainee(settings, SCHEMES["fp32"], group, shard=mode)
         for mode in (None, "optimizer")
     ]
     for one in made:
         one.step()
     whole, divided = (one.model for one in made)
-    counts = [count(divided, whole) for count in (count_different, count_far)]
+    counts = count_both(divided, whole)
     if group.rank == 1:
         with torch.no_grad():
             next(divided.parameters())[7] += 2e-6
-    counts += [count(divided, whole) for count in (count_different, count_far)]
+    counts += count_both(divided, whole)
     if group.rank == 1:
         with torch.no_grad():
-            next(divided.parameters())[7] += shard_tasks.LR
-    return [*counts, count_far(divided, whole)]
+            next(divided.parameters())[7] += sharding.LR
+    return [*counts, count_both(divided, whole)[1]]
 
 
 def test_wrong_parameters_are_found():
@@ -103,7 +107,7 @@ def test_several_sizes_need_shard(capsys):
 
 def backend_of_fsdp2(group, name):
     settings = cli.parse(["step", "--shard", "-p", "1M", "--batch", "2"])
-    peer = shard_peers.make_peer(name, settings, SCHEMES["fp32"], group)
+    peer = peers.make_trainee(name, settings, torch.float32, sharding.LR, group)
     return dist.get_backend(next(peer.model.parameters()).device_mesh.get_group())
 
 

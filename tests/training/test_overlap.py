@@ -12,8 +12,8 @@ import torch
 from helpers import join_world, run_group, run_ranks
 
 from pycomm import hooks
-from pycomm.bench import cli, overlap, step, training
-from pycomm.bench.overlap import Link
+from pycomm.bench import cli, training, verify
+from pycomm.bench.training import EmulatedLink
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -135,7 +135,7 @@ def about_step(events, traced):
 
 def exchange_through_link(group):
     state = hooks.AllReduceState(group=group)
-    link = Link(state)
+    link = EmulatedLink(state)
     buffers = [torch.full((1000,), float(group.rank + i)) for i in range(2)]
     parameters = [torch.nn.Parameter(torch.empty(1000)) for _ in range(2)]
     taken = []
@@ -165,10 +165,9 @@ def test_link():
 
 def measure_training(rank, size, store, folder):
     join_world(rank, size, store)
-    for run in (overlap, step):
-        name = run.__name__.rsplit(".", 1)[-1]
+    for name, run in (("overlap", training.run_overlap), ("step", training.run_steps)):
         what = f"{name} -p 2M --batch 2 -n 7 -J {folder}/{name}.json"
-        run.run(cli.parse(what.split()))
+        run(cli.parse(what.split()))
 
 
 def test_benchmarks(tmp_path):
@@ -195,10 +194,10 @@ def test_benchmarks(tmp_path):
 def count_spoilt(group):
     settings = cli.parse(["overlap", "-p", "1M", "--batch", "2"])
     plain, trained = (training.make(name, settings, group) for name in ("plain", "ddp"))
-    counts = [training.count_wrong(trained, plain)]
+    counts = [verify.count_wrong_gradients(trained.model, plain.model)]
     if group.rank == 1:
         next(trained.model.parameters()).grad[7] *= 1.01
-    counts.append(training.count_wrong(trained, plain))
+    counts.append(verify.count_wrong_gradients(trained.model, plain.model))
     return counts
 
 

@@ -11,9 +11,16 @@ import torch
 
 import pycomm
 from pycomm import optim
-from pycomm.bench.cases import GIB, MIB
-from pycomm.bench.codec_tasks import UNIT, tasks
-from pycomm.bench.optim_tasks import SCHEMES, OptimizerSettings, make_params, our_step, peer_step
+from pycomm.bench.codecs import UNIT, CodecTask, make_tasks
+from pycomm.bench.optimizers import (
+    SCHEMES,
+    OptimizerBenchSettings,
+    make_params,
+    make_sizes,
+    our_step,
+    peer_step,
+)
+from pycomm.bench.report import GIB, MIB
 
 Call = Callable[[], object]
 RANKS = 4  # in all-reduces, and in the sum of encoded gradients
@@ -75,7 +82,7 @@ GOALS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """A case to time, which becomes a row.
 
     Attributes:
@@ -112,14 +119,12 @@ class Case:
 
 
 @contextmanager
-def step_cases(stem: str, nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
+def step_cases(stem: str, nbytes: int, suffix: str, device: str) -> Iterator[list[KernelCase]]:
     """A step; a step with unscaling, check and clipping; the latter with a GradScaler."""
     scheme = SCHEMES[STEPS[stem]]
     held = 2 * scheme.dtype.itemsize + scheme.master_bytes + 2 * scheme.state_bytes
-    settings = OptimizerSettings(
-        name="adamw", schemes=(STEPS[stem],), count=int(nbytes / held) // UNIT * UNIT, small=False,
-        full=True, peers=("torch",), device=device, threads=1, iters=None, json=None, command="",
-    )  # fmt: skip
+    count = int(nbytes / held) // UNIT * UNIT
+    settings = OptimizerBenchSettings(name="adamw", count=count, device=device)
     plain, full = (scheme.mix("adamw", settings.count, full).total for full in (False, True))
     with_masters = STEPS[stem] == "bf16_remainder"
     peer: Call
@@ -128,7 +133,7 @@ def step_cases(stem: str, nbytes: int, suffix: str, device: str) -> Iterator[lis
     else:
         peer_name = "torch" if scheme.dtype == torch.float32 else "torch, all bf16"
         peer = peer_step("torch", settings, scheme)
-    step = Case(
+    step = KernelCase(
         stem, int(held * settings.count), plain, our_step(settings, scheme, full=False),
         suffix=suffix, peer_name=peer_name, peer=peer,
     )  # fmt: skip
@@ -154,7 +159,7 @@ def step_cases(stem: str, nbytes: int, suffix: str, device: str) -> Iterator[lis
 class TorchStep:
     """torch's fused AdamW on fp32 weights: the parameters, or masters of 16-bit ones."""
 
-    def __init__(self, settings: OptimizerSettings, dtype: torch.dtype) -> None:
+    def __init__(self, settings: OptimizerBenchSettings, dtype: torch.dtype) -> None:
         self._params = make_params(settings, dtype)
         self._masters = self._params
         if dtype != torch.float32:
@@ -210,12 +215,20 @@ def scaled(scaler: Any, optimizer: torch.optim.Optimizer, prepare: Call) -> Call
     return step
 
 
+def codec_case(stem: str, task: CodecTask, nbytes: int, suffix: str, peer_name: str) -> KernelCase:
+    """An operation of a codec beside torch's."""
+    return KernelCase(
+        stem, nbytes, task.mix.total, task.contestants["pycomm"], suffix=suffix,
+        peer_name=peer_name, peer=task.contestants["torch"], wrong=task.count_wrong,
+    )  # fmt: skip
+
+
 @contextmanager
-def int8_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
+def int8_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[KernelCase]]:
     """Encoding, decoding, and adding up what peers have encoded."""
     codec = pycomm.Int8()
     x = torch.randn(nbytes // 4, device=device)
-    task = {task.operation: task for task in tasks(codec, x)}
+    task = {task.name: task for task in make_tasks(codec, x)}
     wires = [codec.encode(torch.randn_like(x)) for _ in range(RANKS)]
     total = torch.zeros_like(x)
 
@@ -225,50 +238,50 @@ def int8_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
 
     def add_all_by_torch() -> None:
         for _ in wires:
-            task["decode_add"].by_torch()
+            task["decode_add"].contestants["torch"]()
 
     yield [
-        Case(f"int8_{name}", task[name].mix.total, task[name].mix.total, task[name].ours,
-             suffix=suffix, peer_name=f"torch, {task[name].torch_way}", peer=task[name].by_torch,
-             wrong=task[name].wrong)
+        codec_case(f"int8_{name}", task[name], task[name].mix.total, suffix,
+                   f"torch, {task[name].torch_way}")
         for name in ("encode", "decode")
     ] + [
-        Case("int8_decode_add", x.nbytes + sum(wire.nbytes for wire in wires),
-             RANKS * task["decode_add"].mix.total, add_all, suffix=suffix,
-             peer_name="torch, dequantise and add", peer=add_all_by_torch,
-             wrong=task["decode_add"].wrong)
+        KernelCase(
+            "int8_decode_add", x.nbytes + sum(wire.nbytes for wire in wires),
+            RANKS * task["decode_add"].mix.total, add_all, suffix=suffix,
+            peer_name="torch, dequantise and add", peer=add_all_by_torch,
+            wrong=task["decode_add"].count_wrong,
+        )
     ]  # fmt: skip
 
 
 @contextmanager
-def stream_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
+def stream_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[KernelCase]]:
     """Reading and writing alone, the least that a kernel with such a mix can take."""
     x = torch.randn(nbytes // 4, device=device)
     total = torch.zeros((), device=device)
     yield [
-        Case("read", x.nbytes, x.nbytes, lambda: torch.sum(x, 0, out=total), suffix=suffix),
-        Case("write", x.nbytes, x.nbytes, x.zero_, suffix=suffix),
+        KernelCase("read", x.nbytes, x.nbytes, lambda: torch.sum(x, 0, out=total), suffix=suffix),
+        KernelCase("write", x.nbytes, x.nbytes, x.zero_, suffix=suffix),
     ]
 
 
 @contextmanager
-def small_tensor_cases(device: str) -> Iterator[list[Case]]:
+def small_tensor_cases(device: str) -> Iterator[list[KernelCase]]:
     """A step of 500 small tensors."""
     scheme = SCHEMES["fp32"]
-    settings = OptimizerSettings(
-        name="adamw", schemes=("fp32",), count=0, small=True, full=False, peers=("torch",),
-        device=device, threads=1, iters=None, json=None, command="",
-    )  # fmt: skip
-    count = sum(param.numel() for param in make_params(settings, scheme.dtype))
+    settings = OptimizerBenchSettings(name="adamw", small=True, device=device)
+    count = sum(make_sizes(settings))
     moved = scheme.mix("adamw", count, False).total
     yield [
-        Case("adamw_fp32_500_tensors", 16 * count, moved, our_step(settings, scheme, full=False),
-             peer_name="torch", peer=peer_step("torch", settings, scheme))
+        KernelCase(
+            "adamw_fp32_500_tensors", 16 * count, moved, our_step(settings, scheme, full=False),
+            peer_name="torch", peer=peer_step("torch", settings, scheme),
+        )
     ]  # fmt: skip
 
 
 @contextmanager
-def extreme_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
+def extreme_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[KernelCase]]:
     """Codecs on zeros, and on gradients with few elements that are not zero."""
     zeros = torch.zeros(nbytes // 4, device=device)
     sparse = zeros.clone()
@@ -277,18 +290,25 @@ def extreme_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]
     for what, x in {"zeros": zeros, "sparse": sparse}.items():
         for codec, name in ((pycomm.Int8(), "int8_encode"), (TOPK, "topk_select")):
             operation = name.rpartition("_")[2]
-            (task,) = (task for task in tasks(codec, x) if task.operation == operation)
-            made.append(Case(f"{name}_{what}", x.nbytes, task.mix.total, task.ours, suffix=suffix))
+            (task,) = (task for task in make_tasks(codec, x) if task.name == operation)
+            made.append(
+                KernelCase(
+                    f"{name}_{what}",
+                    x.nbytes,
+                    task.mix.total,
+                    task.contestants["pycomm"],
+                    suffix=suffix,
+                )
+            )
     yield made
 
 
 @contextmanager
-def topk_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[Case]]:
+def topk_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[KernelCase]]:
     """Selecting, which must read everything once, and encoding, which selects."""
     x = torch.randn(nbytes // 4, device=device)
-    task = {task.operation: task for task in tasks(TOPK, x)}
+    task = {task.name: task for task in make_tasks(TOPK, x)}
     yield [
-        Case(f"topk_{name}", x.nbytes, task[name].mix.total, task[name].ours, suffix=suffix,
-             peer_name="torch.topk", peer=task[name].by_torch, wrong=task[name].wrong)
+        codec_case(f"topk_{name}", task[name], x.nbytes, suffix, "torch.topk")
         for name in ("select", "encode")
-    ]  # fmt: skip
+    ]

@@ -12,24 +12,22 @@ import shlex
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from pycomm._runtime.torch_private import keep_device_busy
-from pycomm.bench import report
-from pycomm.bench.cases import MIB
 from pycomm.bench.gpu import ranks
 from pycomm.bench.gpu.cases import (
     CODEC_SIZES,
     STEP_SIZES,
     STEPS,
     Call,
-    Case,
+    KernelCase,
     extreme_cases,
     int8_cases,
     small_tensor_cases,
@@ -38,6 +36,7 @@ from pycomm.bench.gpu.cases import (
     topk_cases,
 )
 from pycomm.bench.gpu.machine import gpu, missing
+from pycomm.bench.report import MIB, ResultRow, Results, Settings
 from pycomm.bench.streams import Mix, streams
 
 # The device waits this long (1 ms) before every timed call, so that the host can run ahead.
@@ -47,12 +46,12 @@ ROUNDS = 51
 COPY = "copy"
 LEAST_COPIED = 256 * MIB  # several times any L2
 
-Cases = Callable[[], AbstractContextManager[list[Case]]]
+Cases = Callable[[], AbstractContextManager[list[KernelCase]]]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One case; the keys of the JSON file.
+class KernelRow(ResultRow):
+    """One case.
 
     Attributes:
         bytes: bytes that it must read from and write to device memory.
@@ -83,6 +82,18 @@ class Row:
     peer_us: float | None = None
     peer_ratio: float | None = None
     goals: dict[str, bool] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """The line of the table."""
+        over = "" if self.over is None else f"{self.over:.3f}"
+        peer = "" if self.peer_ratio is None else f"{self.peer_ratio:.2f}"
+        goals = [f"{goal}{'' if reached else ' MISSED'}" for goal, reached in self.goals.items()]
+        goals += [f"{self.wrong} WRONG"] if self.wrong else []
+        return (
+            f"{self.name:40} {self.data_bytes / MIB:9.2f} {self.bytes / MIB:9.2f} "
+            f"{self.time_us:10.2f} {self.floor_us:10.2f} {100 * self.share:7.1f} "
+            f"{self.p10_us:9.2f} {self.p90_us:9.2f} {over:>7} {peer:>12}  {', '.join(goals)}"
+        ).rstrip()
 
 
 def sets(device: str) -> Iterator[tuple[str, Cases]]:
@@ -127,7 +138,7 @@ def interleave(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]
     return samples
 
 
-def measure(cases: list[Case], device: str, rounds: int) -> list[Row]:
+def measure(cases: list[KernelCase], device: str, rounds: int) -> list[KernelRow]:
     """Checks, then times cases, their peers and a copy together."""
     wrong = {case.stem: case.wrong() for case in cases if case.wrong is not None}
     copied = max(cases[0].moved_bytes, LEAST_COPIED)
@@ -141,11 +152,11 @@ def measure(cases: list[Case], device: str, rounds: int) -> list[Row]:
 
 
 def make_rows(
-    cases: list[Case],
+    cases: list[KernelCase],
     samples: Mapping[str, list[float]],
     copy_us_per_byte: float,
     wrong: Mapping[str, int],
-) -> list[Row]:
+) -> list[KernelRow]:
     """Makes rows from the samples."""
     repeats = {case.stem: case.repeats for case in cases}
     times = {
@@ -160,7 +171,7 @@ def make_rows(
         share, ratio = floor_us / time_us, peer_us / time_us if peer_us else None
         figures = {"time_us": time_us, "share": share, "over": over, "peer_ratio": ratio}
         rows.append(
-            Row(
+            KernelRow(
                 name=case.name, bytes=case.moved_bytes, data_bytes=case.data_bytes,
                 floor_us=round(floor_us, 3), p10_us=round(tenths[0], 3),
                 p90_us=round(tenths[-1], 3), samples=len(samples[case.stem]),
@@ -177,19 +188,6 @@ def make_rows(
 HEADER = """\
 # name                                        data     moved       time      floor   share       p10       p90    over  peer / ours  goals
 #                                            (MiB)     (MiB)       (us)       (us)     (%)      (us)      (us)"""  # noqa: E501
-
-
-def format_row(row: Row) -> str:
-    """Formats a line of the table."""
-    over = "" if row.over is None else f"{row.over:.3f}"
-    peer = "" if row.peer_ratio is None else f"{row.peer_ratio:.2f}"
-    goals = [f"{goal}{'' if reached else ' MISSED'}" for goal, reached in row.goals.items()]
-    goals += [f"{row.wrong} WRONG"] if row.wrong else []
-    return (
-        f"{row.name:40} {row.data_bytes / MIB:9.2f} {row.bytes / MIB:9.2f} {row.time_us:10.2f} "
-        f"{row.floor_us:10.2f} {100 * row.share:7.1f} {row.p10_us:9.2f} {row.p90_us:9.2f} "
-        f"{over:>7} {peer:>12}  {', '.join(goals)}"
-    ).rstrip()
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -209,42 +207,34 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-class Results:
-    """Collects rows, and writes them to the screen and the file as they arrive."""
+class KernelResults(Results[KernelRow]):
+    """Results that are in the file as soon as they are printed."""
 
-    def __init__(self, path: str | None, meta: dict[str, Any]) -> None:
-        self.path = path
-        self.meta = meta | {"failed": {}}
-        self.rows: list[Row] = []
+    def __init__(self, settings: Settings, **facts: Any) -> None:
+        super().__init__(settings, **facts, failed={})
 
-    def add(self, rows: list[Row]) -> None:
+    def add(self, rows: Iterable[KernelRow]) -> None:
         """Prints and keeps rows."""
-        self.rows += rows
-        print("\n".join(map(format_row, rows)), flush=True)
+        super().add(rows)
         self.save()
 
     def fail(self, name: str, error: Exception) -> None:
         """Records the error of a set; the other sets go on."""
         self.meta["failed"][name] = f"{type(error).__name__}: {error}"
-        print(f"# {name} FAILED", flush=True)
+        self.comment(f"{name} FAILED")
         traceback.print_exc()
         self.save()
-
-    def save(self) -> None:
-        """Writes the file, if there is one."""
-        if self.path is not None:
-            report.write_json(self.path, self.meta, map(asdict, self.rows))
 
     def good(self) -> bool:
         """True if everything ran and was right; a missed goal is not an error."""
         return not self.meta["failed"] and not any(row.wrong for row in self.rows)
 
 
-def run(options: argparse.Namespace, device: str = "cuda") -> Results:
+def run(options: argparse.Namespace, device: str = "cuda") -> KernelResults:
     """Measures the selected sets."""
     command = shlex.join(["python", "-m", "pycomm.bench.gpu", *sys.argv[1:]])
-    results = Results(options.json, report.circumstances(command) | {"gpu": gpu()})
-    print(f"# {json.dumps(results.meta['gpu'])}\n# {report.versions(results.meta)}\n{HEADER}")
+    results = KernelResults(Settings(json=options.json, command=command), gpu=gpu())
+    results.begin(json.dumps(results.meta["gpu"]), HEADER)
     for name, cases in sets(device):
         if options.only and name not in options.only:
             continue

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 import torch
 
 import pycomm
-from pycomm.bench.cases import KIB, MIB
 from pycomm.bench.gpu.cases import TOPK
 from pycomm.bench.gpu.ranks import Loopback
-from pycomm.bench.optim_tasks import SCHEMES, OptimizerSettings, our_step
+from pycomm.bench.optimizers import SCHEMES, OptimizerBenchSettings, our_step
+from pycomm.bench.report import KIB, MIB
 
 COUNT = 64 * MIB  # elements
 SHARED = 16 * MIB  # elements per rank
@@ -22,10 +22,7 @@ SHARED = 16 * MIB  # elements per rank
 
 def calls(device: str, stack: ExitStack, count: int = COUNT) -> dict[str, Callable[[], object]]:
     """What to profile."""
-    settings = OptimizerSettings(
-        name="adamw", schemes=(), count=count, small=False, full=True, peers=(), device=device,
-        threads=1, iters=None, json=None, command="",
-    )  # fmt: skip
+    settings = OptimizerBenchSettings(name="adamw", count=count, full=True, device=device)
     world = stack.enter_context(pycomm.LocalWorld(4))
     shared = min(count, SHARED)
     x = torch.randn(count, device=device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pycomm import _C
-from pycomm.bench.cases import GIB, MIB
+from pycomm.bench.report import GIB, MIB
 
 PATIENCE_S = 10.0  # with nvidia-smi
 

@@ -25,9 +25,10 @@ import pycomm
 from pycomm._runtime.cuda import SYMMETRIC_MEMORY
 from pycomm._runtime.torch_private import environment, symmetric_handle, symmetric_tensor
 from pycomm.bench import report
-from pycomm.bench.cases import KIB, MIB, bus_factor
+from pycomm.bench.contestants import bus_factor
 from pycomm.bench.gpu.cases import RANKS, Call
 from pycomm.bench.gpu.machine import gpu, missing, nvidia_smi
+from pycomm.bench.report import KIB, MIB
 
 SIZES = (KIB, 64 * KIB, MIB, 64 * MIB)
 CALLS = 15

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 
 import pycomm
-from pycomm.bench.cases import KIB, MIB
-from pycomm.bench.gpu.cases import RANKS, Call, Case
+from pycomm.bench.gpu.cases import RANKS, Call, KernelCase
+from pycomm.bench.report import KIB, MIB
 
 SIZE = 256 * MIB
 SMALL = KIB
@@ -97,7 +97,7 @@ def moved_bytes(nbytes: int, ranks: int) -> int:
 
 
 @contextmanager
-def large_cases(device: str, nbytes: int = SIZE) -> Iterator[list[Case]]:
+def large_cases(device: str, nbytes: int = SIZE) -> Iterator[list[KernelCase]]:
     """Uncompressed, with int8 (whose slots lie in the L2), and staged, of the same tensors."""
     with pycomm.LocalWorld(RANKS) as world, pycomm.LocalWorld(RANKS, _stage_always=True) as staging:
         staged = Loopback(staging, nbytes // 4, device).capture()
@@ -105,11 +105,11 @@ def large_cases(device: str, nbytes: int = SIZE) -> Iterator[list[Case]]:
         coded = Loopback(world, nbytes // 4, device, pycomm.Int8()).capture()
         both = RANKS * nbytes, moved_bytes(nbytes, RANKS)
         yield [
-            Case("all_reduce_loopback", *both, plain.call, wrong=plain.wrong,
+            KernelCase("all_reduce_loopback", *both, plain.call, wrong=plain.wrong,
                  peer_name="torch, add and copy", peer=by_torch(plain.tensors)),
-            Case("int8_all_reduce_loopback", *both, coded.call, wrong=coded.wrong,
+            KernelCase("int8_all_reduce_loopback", *both, coded.call, wrong=coded.wrong,
                  base="all_reduce_loopback"),
-            Case("all_reduce_staged", *both, staged.call, wrong=staged.wrong,
+            KernelCase("all_reduce_staged", *both, staged.call, wrong=staged.wrong,
                  base="all_reduce_loopback"),
         ]  # fmt: skip
 
@@ -130,7 +130,7 @@ def by_torch(tensors: list[torch.Tensor]) -> Call:
 
 
 @contextmanager
-def small_cases(device: str) -> Iterator[list[Case]]:
+def small_cases(device: str) -> Iterator[list[KernelCase]]:
     """A graph of many all-reduces, many replays of a graph of one, and many without a graph."""
     with pycomm.LocalWorld(RANKS) as world:
         many = Loopback(world, SMALL // 4, device, repeats=SMALL_REPEATS).capture()
@@ -143,7 +143,8 @@ def small_cases(device: str) -> Iterator[list[Case]]:
 
         both = RANKS * SMALL, moved_bytes(SMALL, RANKS)
         yield [
-            Case("all_reduce_1KiB", *both, many.call, SMALL_REPEATS, wrong=many.wrong),
-            Case("all_reduce_1KiB_replay", *both, replays, SMALL_REPEATS, wrong=one.wrong),
-            Case("all_reduce_1KiB_eager", *both, eager.call, SMALL_REPEATS, wrong=eager.wrong),
+            KernelCase("all_reduce_1KiB", *both, many.call, SMALL_REPEATS, wrong=many.wrong),
+            KernelCase("all_reduce_1KiB_replay", *both, replays, SMALL_REPEATS, wrong=one.wrong),
+            KernelCase("all_reduce_1KiB_eager", *both, eager.call, SMALL_REPEATS,
+                       wrong=eager.wrong),
         ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 
 import pycomm
 from pycomm._training.shards import Shards
-from pycomm.bench.optim_tasks import OPTIMIZERS, SCHEMES
+from pycomm.bench.optimizers import OPTIMIZERS, SCHEMES
 
 COUNT = 20_003  # several blocks of a codec, and a tail
 TIMEOUT_S = 20.0  # a sanitizer that keeps ranks from meeting ends in an error

@@ -24,11 +24,11 @@ import torch
 
 import pycomm
 from pycomm.bench import report
-from pycomm.bench.cases import KIB, MIB
 from pycomm.bench.gpu import processes
 from pycomm.bench.gpu.cli import interleave
 from pycomm.bench.gpu.machine import gpu, missing
 from pycomm.bench.gpu.ranks import Loopback
+from pycomm.bench.report import KIB, MIB
 
 PACKETS = 2 * KIB  # the largest tensor in packets: kPacketBytes of csrc/cuda/layout.h
 SIZES = tuple(sorted([*(KIB << power for power in range(13)), PACKETS + 128]))
