@@ -18,6 +18,7 @@ fastest stream is the floor. Steps with clipping are a task of their own, with a
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
