@@ -28,7 +28,7 @@ from pycomm._runtime.torch_private import (
     internal_overlap,
     not_compiled,
 )
-from pycomm._training.agree import sync_initial_state
+from pycomm._training.agree import largest, sync_initial_state
 from pycomm._training.buckets import WeightedMean, broadcast_all
 from pycomm._training.comm_state import CommState, check_successor
 from pycomm._training.hook_state import HookState
@@ -36,7 +36,6 @@ from pycomm._training.parameters import common_buffers, common_parameters, ignor
 from pycomm._training.reducer import Reducer, tensors_in
 from pycomm._training.strategy import Strategy
 from pycomm._training.wrapper import ModuleProxy
-from pycomm.collectives import all_reduce
 from pycomm.compression import Compression
 from pycomm.errors import Mismatch, PycommError
 from pycomm.group import Group
@@ -273,12 +272,10 @@ class DataParallel(ModuleProxy):
             yield
             while self._prepare(0.0, active=False):
                 self._exchange.contribute_zeros()
-            last = host.tensor([self._joined_steps * self._group.size + self._group.rank])
-            all_reduce(last, "max", group=self._group)
+            mine = self._joined_steps * self._group.size + self._group.rank
+            (last,) = largest([mine], self._group)
             named = [*common_parameters(self.module), *common_buffers(self.module)]
-            broadcast_all(
-                (tensor for _, tensor in named), int(last) % self._group.size, self._group
-            )
+            broadcast_all((tensor for _, tensor in named), last % self._group.size, self._group)
             increment_version(self._exchange.parameters)  # so that optimizers drop remainders
         finally:
             self._joined_steps = self._exchange.weighing = None

@@ -44,7 +44,8 @@ concept Executor = Signaller<Comm> && requires(Comm& comm, int r, int channel, s
   { comm.at(location, n) } -> std::same_as<Location>;   // n elements further
   comm.copy(location, location, n);                     // to, from, elements
   // reduce(outputs, to, inputs, from, n, last): to(0), to(1), ... = from(0) op from(1) op ..., n
-  // elements each. `last`: nothing is added to the result later.
+  // elements each. An input may be the result of an earlier reduce(). `last`: none comes later, so
+  // that finish() of core/reduce.h is applied.
   comm.reduce(1, locations, 1, locations, n, true);
 };
 

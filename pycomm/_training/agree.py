@@ -27,6 +27,27 @@ if TYPE_CHECKING:
     from pycomm.group import Group
 
 
+# Whole numbers of all ranks, for decisions that all must take alike.
+
+
+def gather_rows(row: Iterable[int], group: Group) -> list[list[int]]:
+    """Every rank's row of whole numbers, in rank order; rows have the same length."""
+    mine = host.tensor(list(map(int, row)))
+    rows = host.empty(group.size, len(mine), dtype=mine.dtype)
+    all_gather(rows, mine, group=group)
+    found: list[list[int]] = rows.tolist()
+    return found
+
+
+def largest(row: Iterable[int], group: Group) -> list[int]:
+    """For each place in the ranks' rows of whole numbers, the largest."""
+    most: list[int] = all_reduce(host.tensor(list(map(int, row))), "max", group=group).tolist()
+    return most
+
+
+# Text that must be the same on all ranks.
+
+
 def source_rank(news: Sequence[bool]) -> int:
     """The rank that gives new ones what they need: the first that is not new, if there is one."""
     return [*news, False].index(False) % len(news)
@@ -114,8 +135,8 @@ def differ(buffers: Iterable[torch.Tensor], group: Group, counts: bool = True) -
         counts: False leaves this rank out.
     """
     crc = tensor_checksum(buffers)
-    bounds = host.tensor([crc, -crc] if counts else [_BELOW_ANY, _BELOW_ANY])
-    return bool(all_reduce(bounds, "max", group=group).sum() != 0)
+    most, least = largest((crc, -crc) if counts else (_BELOW_ANY, _BELOW_ANY), group)
+    return most != -least
 
 
 # The beginning of a wrapper, or of its way with another group: all ranks have the same model.
@@ -160,17 +181,16 @@ def sync_initial_state(
     parameters = [parameter for _, parameter in common_parameters(module)]
     tensors = [*parameters, *(buffer for _, buffer in common_buffers(module))]
     lines = _describe(module, exchanged, state, options)
-    mine = host.tensor([is_new, bool(options["has_group"]), checksum(lines)])
-    told = mine.new_empty(group.size, 3)
-    all_gather(told, mine, group=group)
-    news = list(map(bool, told[:, 0].tolist()))
+    mine = int(is_new), int(bool(options["has_group"])), checksum(lines)
+    newcomers, owning, sums = zip(*gather_rows(mine, group), strict=True)
+    news = list(map(bool, newcomers))
     others = not all(news)
-    if others and told[:, 1].any():
+    if others and any(owning):
         raise ValueError(
             "a Sharding with a group of its own cannot go on with another group: make a new wrapper"
         )
     if any(news):
-        check_same(lines, told[:, 2].tolist(), news, group, "module and options")
+        check_same(lines, sums, news, group, "module and options")
     if others:
         if survival is not None:
             survival.agree()

@@ -15,7 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from pycomm._inputs import check_whole
 from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled
-from pycomm._training.agree import STEPPED_BY_SOME, check_same, checksum, source_rank
+from pycomm._training.agree import (
+    STEPPED_BY_SOME,
+    check_same,
+    checksum,
+    gather_rows,
+    source_rank,
+)
 from pycomm._training.comm_state import (
     LOCAL_SGD,
     CommState,
@@ -33,7 +39,6 @@ from pycomm._training.parameters import (
     ignored,
 )
 from pycomm._training.residuals import FORMAT
-from pycomm.collectives import all_gather
 from pycomm.compression import Compression
 from pycomm.errors import Mismatch
 from pycomm.group import Group
@@ -78,9 +83,7 @@ def compare(mine: LocalSGDStatus, group: Group) -> list[LocalSGDStatus]:
     Raises:
         pycomm.Mismatch: the reports do not fit each other.
     """
-    table = host.empty(group.size, len(mine), dtype=torch.int64)
-    all_gather(table, host.tensor(mine), group=group)
-    reports = [LocalSGDStatus(*row) for row in table.tolist()]
+    reports = [LocalSGDStatus(*row) for row in gather_rows(mine, group)]
     against = next((rank for rank, report in enumerate(reports) if not report.left), 0)
     for rank, report in enumerate(reports):
         if not report.fits(reports[against]):
@@ -491,9 +494,7 @@ class LocalSGDState(HookState):
             self._late is not None,
             checksum(lines),
         )
-        table = host.empty(group.size, len(mine), dtype=torch.int64)
-        all_gather(table, host.tensor(mine), group=group)
-        accounts = [_Account(*row) for row in table.tolist()]
+        accounts = [_Account(*row) for row in gather_rows(mine, group)]
         if any(account.divides for account in accounts):
             raise ValueError("inner_group must be None to go on with another group")
         news = [bool(account.is_new) for account in accounts]

@@ -22,8 +22,8 @@ import torch
 
 from pycomm import _C
 from pycomm._runtime import host
+from pycomm._training.agree import gather_rows
 from pycomm._work import launch
-from pycomm.collectives import all_reduce
 
 if TYPE_CHECKING:
     from pycomm._work import Work, launch
@@ -84,10 +84,7 @@ class Replicas(ABC):
     ) -> None:
         self._group, self._rank, self.steps = group, group.rank, 0
         crc = zlib.crc32(repr((list(kinds), list(parameters), label)).encode())
-        told = host.zeros(group.size, dtype=torch.int64)
-        told[group.rank] = crc
-        all_reduce(told, group=group)
-        if not (told == told[0]).all():  # as all ranks see
+        if len(set(map(tuple, gather_rows([crc], group)))) > 1:  # as all ranks see
             raise RuntimeError("ranks have optimizer states of different kinds or parameters")
         with contextlib.ExitStack() as until_made:
             error = self._allocate(kinds, parameters, until_made)
@@ -254,12 +251,10 @@ class NodeReplicas(Replicas):
             inode = os.fstat(own).st_ino
         except (OSError, MemoryError) as raised:
             error, own = raised, -(getattr(raised, "errno", None) or errno.ENOMEM)
-        told = host.zeros(group.size, 2, dtype=torch.int64)
-        told[self._rank] = host.tensor([own, inode])
-        all_reduce(told, group=group)
+        told = gather_rows([own, inode], group)
         self._areas: list[_Area] = []
         try:
-            for rank, (number, inode) in enumerate(told.tolist()):
+            for rank, (number, inode) in enumerate(told):
                 if number < 0:
                     raise _failure(rank, -number)
                 file = _open_file(group._pids[rank], number, inode, until_made)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm._runtime import host
+from pycomm._training.agree import gather_rows, largest
 from pycomm._training.optimizers import optimizers_of
 from pycomm._training.parameters import part_of
 from pycomm._training.step_guard import StepGuard
-from pycomm.collectives import all_gather, all_reduce
+from pycomm.collectives import all_reduce
 
 if TYPE_CHECKING:
     from pycomm._training.comm_state import CommState
@@ -65,22 +66,20 @@ class ShardSurvival:
             RuntimeError: there are no replicas yet, or they are lost, too, or a step has failed and
                 not all states have replicas. Each is raised on all ranks.
         """
-        count = all_reduce(host.tensor([len(self._optimizers)]), "max", group=self._group)
+        (count,) = largest([len(self._optimizers)], self._group)
         lacking = not all(one.is_replicated() for one in self._optimizers)
         broken = any(guard.is_broken() for guard in self._guards)
         own = [(one.rank_in_division(), one.undoes_step()) for one in self._optimizers]
-        own += [(-1, False)] * (int(count) - len(own))
-        table = host.empty(self._group.size, 2 + 2 * len(own), dtype=torch.int64)
-        mine = host.tensor([lacking, broken, *itertools.chain(*own)])
-        all_gather(table, mine, group=self._group)
-        lacking, broken = table[:, :2].any(dim=0).tolist()
-        self._has_replicas = self._replicates and not lacking
+        own += [(-1, False)] * (count - len(own))
+        mine = [int(lacking), int(broken), *map(int, itertools.chain(*own))]
+        lacks, breaks, *told = zip(*gather_rows(mine, self._group), strict=True)
+        self._has_replicas = self._replicates and not any(lacks)
         self._owners = [
             {former: rank for rank, former in enumerate(ranks) if former >= 0}
-            for ranks in table.T[2::2].tolist()
+            for ranks in told[::2]
         ]
-        self._check_lost(table.T[3::2].any(dim=1).tolist())
-        if broken and not self._has_replicas:
+        self._check_lost(list(map(any, told[1::2])))
+        if any(breaks) and not self._has_replicas:
             raise RuntimeError(
                 "parameters are partly those of a step that has failed: load a checkpoint of the "
                 "model and the optimizer in a new wrapper"
@@ -99,10 +98,8 @@ class ShardSurvival:
             for (one, owners), undoes in zip(pairs, undone, strict=False):
                 self._to_restore += one.to_restore(owners) if undoes else []
         nbytes = sum(_room(elements) for elements, _ in self._to_restore)
-        found = host.tensor([bool(lost), bool(gone), nbytes])
-        any_lost, any_gone, self._restored_bytes = all_reduce(
-            found, "max", group=self._group
-        ).tolist()
+        found = bool(lost), bool(gone), nbytes
+        any_lost, any_gone, self._restored_bytes = largest(found, self._group)
         if any_lost and (any_gone or not self._has_replicas):
             self._complain(lost, gone)
 

@@ -85,7 +85,7 @@ std::int64_t bytes_to_line(const std::byte* p) {
 }  // namespace
 
 ReduceLoop reduce_loop(DType dtype, ReduceOp op, bool last) {
-  if (op == ReduceOp::avg && !last) op = ReduceOp::sum;
+  if (op == ReduceOp::avg && !last) op = ReduceOp::sum;  // a later call divides
   return visit_dtype(dtype, [&](auto element) {
     return visit_reduction<decltype(element)>(op, [](auto code) -> ReduceLoop {
       return reduce_elements<typename decltype(code)::type, decltype(code)::kOp>;

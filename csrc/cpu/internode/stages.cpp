@@ -129,8 +129,8 @@ void BlockStages<Owners>::add_transfers(std::vector<Transfer>& transfers, int no
   }
 }
 
-// Encodes the parts of all owners, including this node's own, so that no node has a more exact
-// copy.
+// Encodes the parts of all owners, including this node's own, so that no node has a more exact copy:
+// coded_.copy() to a slot encodes.
 template <class Owners>
 void BlockStages<Owners>::stage(std::int64_t t) {
   for (int m = 0; m < link_.size(); ++m) {
