@@ -32,7 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 from pycomm import _C
 from pycomm._runtime.failure_detector import Peers, error_of, tell, word_of_interrupt
 from pycomm._runtime.internode import GlooTransport, Nodes, connect
-from pycomm._runtime.sockets import Listener
+from pycomm._runtime.sockets import Listener, node_address
 from pycomm._runtime.threads import Deadline
 from pycomm._runtime.torch_private import set_timeout
 
@@ -206,6 +206,7 @@ class RendezvousResult:
         processes: the processes of this node's ranks; None for those in this process.
         cores: the number of cores that the ranks of this node may run on, all together.
         link: the transport to other nodes; None if this rank does not exchange with them.
+        port: where other ranks reach this one with messages; None if there is only one node.
         store: a Store that only this group uses.
         listener: how ranks of other nodes reach this one after a failure; None if `join` was not
             asked for it, or there is only one node.
@@ -219,6 +220,7 @@ class RendezvousResult:
     processes: list[_C.Process | None]
     cores: int
     link: GlooTransport | None
+    port: _C.Port | None
     store: Store
     listener: Listener | None
     nccl: bool = False
@@ -429,16 +431,19 @@ def set_up(
     cores = set().union(*(everyone[r]["cores"] for r in nodes.local))
     staging_bytes = everyone[rank]["settings"]["staging_bytes"]
     peers = Peers(store, rank, pids, lost)
-    listener = None
+    listener = port = None
     with contextlib.ExitStack() as failed, peers.telling(), peers.watching(nodes):
         window = _share_window(store, rank, nodes, staging_bytes, deadline, peers)
         # Others may have seen that all is complete just before this rank fails.
         failed.callback(window.leave, nodes.local.index(rank))
         with deadline.guarding("every node connecting"):
             carriers = connect(nodes, rank, store, deadline, peers.look)
+            if len(nodes.ranks) > 1:
+                known = None if carriers is None else carriers.host
+                host = node_address(store, rank, nodes.local, known, deadline, peers.look)
+                port = _open_port(store, rank, len(everyone), host, deadline, peers)
             if listens and len(nodes.ranks) > 1:
-                host = None if carriers is None else carriers.host
-                listener = Listener.open(store, rank, nodes.ranks, host, deadline, peers.look)
+                listener = Listener.open(store, rank, len(everyone), host, deadline, peers.look)
         link = None if carriers is None else GlooTransport(carriers)
         if link is not None:
             failed.callback(link.end)
@@ -448,7 +453,7 @@ def set_up(
     processes = [peers.processes.get(r) for r in nodes.local]
     nccl = all(member["nccl"] for member in everyone)
     return RendezvousResult(
-        nodes, window, pids, processes, len(cores), link, store, listener, nccl, everyone
+        nodes, window, pids, processes, len(cores), link, port, store, listener, nccl, everyone
     )
 
 
@@ -479,6 +484,22 @@ def _share_window(
         address, secret = json.loads(_get(store, f"window/{first}", deadline, peers))
     fd = _take(address, secret.encode(), deadline, peers)
     return _map_window(fd, count, staging_bytes)
+
+
+def _open_port(
+    store: Store, rank: int, size: int, host: str, deadline: Deadline, peers: Peers
+) -> _C.Port:
+    """Opens the port for messages from other nodes, and exchanges addresses with all ranks."""
+    port = _C.Port(host)
+    _, number, secret, knock = port.address
+    keys = [f"port/{r}" for r in range(size)]
+    store.set(keys[rank], json.dumps([host, number, secret.hex(), knock]))
+    deadline.await_keys(store, keys, peers.look)
+    addresses = [json.loads(text) for text in store.multi_get(keys)]
+    port.meet(
+        [(host, number, bytes.fromhex(text), knock) for host, number, text, knock in addresses]
+    )
+    return port
 
 
 def _await_all(store: Store, size: int, deadline: Deadline, peers: Peers) -> None:

@@ -23,7 +23,16 @@ void Group::leave() {
     comm_.leave();
   }
   // Without the lock, because a transport may run Python, and with it a handler that aborts.
-  if (internode_ != nullptr) internode_->leave();
+  if (internode_ == nullptr) return;
+  leave_messages();
+  internode_->leave();
+}
+
+// Ranks of other nodes may wait for messages of this one, although it has never sent any.
+void Group::leave_messages() {
+  const std::lock_guard lock(p2p_mutex_);
+  if (p2p_ == nullptr) make_p2p();
+  p2p_->leave();
 }
 
 // Other ranks may use the memory for something else from now on.

@@ -18,7 +18,8 @@ void Request::rethrow() {
 void Engine::fail(const std::string& cause) {
   ended_ = true;
   retreat();
-  const std::uint64_t word = node_.comm.aborted();
+  if (others_) others_->stop();
+  const std::uint64_t word = node_.comm.decided_word();
   const auto group = node_.comm.report();
   while (!node_.requests.pending().empty()) {
     const RequestPtr request = node_.requests.pending().front();

@@ -15,7 +15,7 @@ namespace pycomm::cpu::p2p {
 
 // A message that has arrived before its receive.
 struct Arrival {
-  int source;
+  int source;  // by its number in the whole group, as everywhere here
   Frame frame;
   std::vector<std::byte> payload;  // of an eager message
 };

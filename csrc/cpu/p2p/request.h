@@ -62,7 +62,7 @@ struct Request {
   bool receives = false;
   std::byte* data = nullptr;
   Envelope envelope = {};
-  int peer = 0;  // by its index on this node, or kAnySource
+  int peer = 0;  // the envelope's, or the source that a message for any source has come from
   std::uint32_t number = 0;
   Callback callback = {};
 
