@@ -208,7 +208,7 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
       comm_.begin(operation, call.input, call.output, interrupt, call.body->preflight());
       call.body->run(comm_);
     } else if (internode_ != nullptr) {
-      nonfinite = internode_->run(operation, call, interrupt);
+      nonfinite = internode_->run(operation, call, interrupt, [this] { return &engine(); });
     } else if (compresses) {
       nonfinite = operation.codec.kind == CodecKind::topk ? run_topk(operation, call, interrupt)
                                                           : run_blocks(operation, call, interrupt);
@@ -298,18 +298,20 @@ bool Group::run_topk(const Operation& operation, const Call& call, void (*interr
 
 p2p::Engine& Group::p2p() {
   check_usable();
-  const std::lock_guard lock(p2p_mutex_);
-  if (p2p_ != nullptr) return *p2p_;
+  p2p::Engine& made = engine();
   if (closed_) check_usable();  // nobody would close it
-  make_p2p();
-  return *p2p_;
+  return made;
 }
 
-void Group::make_p2p() {
+// The engine, which is made at the first call.
+p2p::Engine& Group::engine() {
+  const std::lock_guard lock(p2p_mutex_);
+  if (p2p_ != nullptr) return *p2p_;
   std::optional<p2p::OtherNodes> others;
   if (port_ != nullptr) others.emplace(internode_->nodes(), *port_, [this] { internode_->stop(); });
   p2p_ = std::make_unique<p2p::Engine>(
       *window_, comm_, told_, [this](const CollectiveError& error) { fail(error); }, others);
+  return *p2p_;
 }
 
 bool Group::p2p_idle() {

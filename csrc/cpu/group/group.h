@@ -205,7 +205,7 @@ class Group {
   bool p2p_idle();
   bool p2p_awaits(int rank);
   p2p::Engine& p2p();
-  void make_p2p();
+  p2p::Engine& engine();
   void close_p2p(void (*interrupt)());
   void leave_messages();
   void depart();

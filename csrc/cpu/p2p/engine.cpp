@@ -102,9 +102,9 @@ void Engine::post_send(const RequestPtr& request) {
 
 // A message to this rank waits in private memory, so that it needs no second thread.
 void Engine::send_to_self(const RequestPtr& request) {
-  const auto& [peer, tag, element, bytes] = request->envelope;
-  const Frame frame{0, FrameKind::eager, element, tag, 0, bytes, kNotInWindow};
-  if (const RequestPtr receive = matcher_.take_receive(peer, tag)) {
+  const auto& [peer, tag, element, bytes, channel] = request->envelope;
+  const Frame frame{0, FrameKind::eager, element, tag, 0, bytes, kNotInWindow, channel};
+  if (const RequestPtr receive = matcher_.take_receive(peer, frame)) {
     node_.check_match(peer, frame, *receive);
     if (bytes > 0) std::memcpy(receive->data, request->data, static_cast<std::size_t>(bytes));
     receive->source = peer;
@@ -116,7 +116,7 @@ void Engine::send_to_self(const RequestPtr& request) {
 }
 
 void Engine::post_receive(const RequestPtr& request) {
-  std::optional<Arrival> arrival = matcher_.take_arrival(request->peer, request->envelope.tag);
+  std::optional<Arrival> arrival = matcher_.take_arrival(request->envelope);
   if (!arrival) {
     if (streams_) streams_->expect(request->peer);
     return matcher_.keep(request);

@@ -25,7 +25,7 @@ void Engine::fail(const std::string& cause) {
     const RequestPtr request = node_.requests.pending().front();
     CollectiveError error = failure_of(word, *request, cause);
     error.group = group;
-    failed_(error);  // the first one counts
+    if (request->envelope.channel == Channel::program) failed_(error);  // the first one counts
     request->error = std::make_exception_ptr(error);
     node_.requests.complete(request);
   }

@@ -23,6 +23,9 @@ inline constexpr std::int64_t kMostBytes = std::int64_t{1} << 60;
 // True if a value, possibly from another process, is the type of a message's elements.
 constexpr bool is_element(Element element) { return is_known(element) && element != Element::same; }
 
+// The messages of a program, and those of which collectives consist. They never match each other.
+enum class Channel : std::uint8_t { program, collective };
+
 enum class FrameKind : std::uint8_t {
   eager,     // a message, with its bytes
   announce,  // a message; its bytes follow when the receiver has accepted it
@@ -40,6 +43,7 @@ struct alignas(kLine) Frame {
   std::uint64_t message;  // the number of the message from this sender to this receiver
   std::int64_t bytes;     // of the message; for data, of its payload
   std::int64_t offset;    // announced: the place of the bytes in the sender's heap
+  Channel channel = Channel::program;
 };
 static_assert(sizeof(Frame) == kLine);
 
@@ -64,6 +68,7 @@ inline void check_frame(const Frame& frame, std::uint32_t context, std::int64_t 
   PYCOMM_CHECK(frame.context == context, "a frame is not one of this group");
   PYCOMM_CHECK(frame.kind <= FrameKind::written && is_element(frame.element),
                "a frame is of no kind");
+  PYCOMM_CHECK(frame.channel <= Channel::collective, "a frame is on no channel");
   PYCOMM_CHECK(frame.bytes >= 0 && frame.bytes <= kMostBytes, "a message has an impossible size");
   if (frame.kind == FrameKind::eager || frame.kind == FrameKind::data) {
     const std::int64_t most = frame.kind == FrameKind::eager ? kEagerBytes : kDataBytes;
@@ -85,6 +90,7 @@ inline void check_streamed_frame(const Frame& frame) {
   PYCOMM_CHECK(
       (frame.kind <= FrameKind::data || frame.kind == FrameKind::left) && is_element(frame.element),
       "a frame is of no kind");
+  PYCOMM_CHECK(frame.channel <= Channel::collective, "a frame is on no channel");
   PYCOMM_CHECK(frame.bytes >= (data ? 1 : 0) && frame.bytes <= kMostBytes,
                "a message has an impossible size");
   PYCOMM_CHECK(payload_of(frame) <= (data ? kStreamedBytes : kEagerBytes), "a frame is too long");

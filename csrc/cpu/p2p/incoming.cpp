@@ -46,7 +46,7 @@ void Incoming::take(const Frame& frame) {
       return;
   }
   if (frame.kind == FrameKind::eager) return take_eager(frame);
-  if (RequestPtr receive = matcher_.take_receive(number(), frame.tag)) {
+  if (RequestPtr receive = matcher_.take_receive(number(), frame)) {
     accept(std::move(receive), frame);
   } else {
     matcher_.keep(Arrival{number(), frame, {}});
@@ -54,7 +54,7 @@ void Incoming::take(const Frame& frame) {
 }
 
 void Incoming::take_eager(const Frame& frame) {
-  if (const RequestPtr receive = matcher_.take_receive(number(), frame.tag)) {
+  if (const RequestPtr receive = matcher_.take_receive(number(), frame)) {
     node_.check_match(number(), frame, *receive);
     ring_->read_payload(frame, receive->data);
     return complete(receive);

@@ -22,6 +22,7 @@ struct Envelope {
   std::int32_t tag;
   Element element;
   std::int64_t bytes;
+  Channel channel = Channel::program;
 };
 
 // Called once when a request has completed or failed, on the thread that completes it, without a

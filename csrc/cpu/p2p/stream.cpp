@@ -109,6 +109,7 @@ void OutgoingStream::begin(FrameKind kind, std::uint64_t message, const Request*
   frame.context = kStreamContext;
   frame.kind = kind_ = kind;
   frame.element = request == nullptr ? Element::u8 : request->envelope.element;
+  frame.channel = request == nullptr ? Channel::program : request->envelope.channel;
   frame.tag = request == nullptr ? 0 : request->envelope.tag;
   frame.message = message;
   frame.bytes = bytes;
@@ -181,7 +182,7 @@ void IncomingStream::take_head() {
       to_ = place_for_eager();
       break;
     case FrameKind::announce:
-      if (RequestPtr receive = matcher_.take_receive(rank_, frame_.tag)) {
+      if (RequestPtr receive = matcher_.take_receive(rank_, frame_)) {
         accept(std::move(receive), frame_);
       } else {
         matcher_.keep(Arrival{rank_, frame_, {}});
@@ -201,7 +202,7 @@ void IncomingStream::take_head() {
 
 // A message whose receive is posted later, perhaps while its bytes come, waits in private memory.
 std::byte* IncomingStream::place_for_eager() {
-  receive_ = matcher_.take_receive(rank_, frame_.tag);
+  receive_ = matcher_.take_receive(rank_, frame_);
   if (receive_ == nullptr) {
     payload_.resize(static_cast<std::size_t>(frame_.bytes));
     return payload_.data();
@@ -233,7 +234,7 @@ void IncomingStream::take_payload() {
       deliveries_.erase(found);
     }
   } else if (frame_.kind == FrameKind::eager) {
-    if (receive_ == nullptr && (receive_ = matcher_.take_receive(rank_, frame_.tag)) != nullptr) {
+    if (receive_ == nullptr && (receive_ = matcher_.take_receive(rank_, frame_)) != nullptr) {
       node_.check_match(rank_, frame_, *receive_);
       if (!payload_.empty()) std::memcpy(receive_->data, payload_.data(), payload_.size());
     }
