@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -280,6 +281,39 @@ def visit(group: pycomm.Group) -> None:
             stranger.close()
     else:
         pass_around(group)
+
+
+def return_early(group: pycomm.Group) -> object:
+    x = torch.ones(10)
+    if group.rank == 1:
+        pycomm.send(x, 0, group=group)
+        return None
+    pycomm.recv(x.zero_(), 1, group=group)
+    assert (x == 1).all()
+    return failure(lambda: pycomm.recv(x, 1, group=group))
+
+
+def test_a_rank_returns(world):
+    """What it has sent arrives; a wait for more from it ends, although its group is open."""
+    outcome, _ = world(2, nodes=(1, 1)).run(return_early)
+    assert (outcome["error"], outcome["rank"]) == (pycomm.PeerDied, 1)
+    assert "has returned from its function" in outcome["text"]
+
+
+def interrupt(group: pycomm.Group) -> object:
+    """Ctrl-C in a receive between nodes; the others learn of it."""
+    x = torch.ones(1_000_000)
+    if group.rank == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            pycomm.recv(x, 1, group=group)
+        return None
+    return failure(lambda: pycomm.recv(x, 0, group=group))
+
+
+def test_ctrl_c():
+    _, outcome = spanning.run([1, 1], interrupt, timeout=30)
+    assert (outcome["error"], outcome["rank"]) == (pycomm.Aborted, 0), outcome
 
 
 def test_strangers():
