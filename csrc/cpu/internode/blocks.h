@@ -3,7 +3,8 @@
 //
 // A block crosses its node's network link once, if it leaves the node, and is read and written in the
 // caller's tensors. Each rank begins with the ranks behind it, so that not all send to the same rank
-// at first.
+// at first. Messages are on their way while the ranks find out whether all call the same operation:
+// if they do not, the messages match no receive, or what they have written is part of an error.
 #pragma once
 
 #include <vector>
@@ -18,28 +19,41 @@ namespace pycomm::cpu {
 
 class BlockMessages {
  public:
-  // `timeout` in seconds; 0 for the group's. `interrupt` may throw.
-  BlockMessages(Comm& comm, const Nodes& nodes, p2p::Engine& engine, double timeout,
-                void (*interrupt)());
+  // Starts to send and receive an operation's blocks.
+  BlockMessages(Comm& comm, const Nodes& nodes, p2p::Engine& engine, const Operation& operation,
+                const Call& call);
+  // Aborts the group if the operation has failed before it was complete. Afterwards no thread uses
+  // the tensors.
+  ~BlockMessages();
+  BlockMessages(const BlockMessages&) = delete;
+  BlockMessages& operator=(const BlockMessages&) = delete;
 
-  // Runs an operation on which all ranks agree. Throws as Comm does.
-  void exchange(const Operation& operation, const Call& call, const CallBlocks& blocks);
-  // What this rank has sent to other nodes and received from them.
+  // Returns when all blocks have gone and come. Throws as Comm does; `interrupt` may throw.
+  void wait(void (*interrupt)());
+  const CallBlocks& blocks() const { return blocks_; }
+  // What this rank sends to other nodes and receives from them.
   const LinkTraffic& traffic() const { return traffic_; }
 
  private:
-  void receive(int from, std::byte* to, std::int64_t bytes);
-  void send(int to, const std::byte* from, std::int64_t bytes);
-  void await_all();
-  void await_ends();
-  p2p::Envelope envelope(int peer, std::int64_t bytes) const;
-  bool crosses(int rank) const { return comm_.index_of(rank) < 0; }
+  void end();
+  void start(int ranks);
+  void start(int rank, bool receives, std::byte* data, std::int64_t bytes);
+  bool sends_to(int rank) const;
+  bool gets_from(int rank) const;
+  // The block for a rank, and the place for the block from a rank.
+  std::byte* source(int rank) const;
+  std::byte* target(int rank) const;
+  std::int64_t bytes(const BlockTable& table, int rank) const {
+    return table.counts[static_cast<std::size_t>(rank)] * size_of(operation_.dtype);
+  }
+  int self() const { return comm_.number(comm_.rank()); }
+  bool is(Collective collective) const { return operation_.collective == collective; }
 
   Comm& comm_;
-  const Nodes& nodes_;
   p2p::Engine& engine_;
-  p2p::Options options_;
-  void (*const interrupt_)();
+  const Operation& operation_;
+  const Call& call_;
+  const CallBlocks blocks_;
   std::vector<p2p::RequestPtr> requests_;
   LinkTraffic traffic_;
 };

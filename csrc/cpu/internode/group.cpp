@@ -233,14 +233,12 @@ void InternodeGroup::barrier(const Operation& operation) {
   comm_.announce();
 }
 
-// Once all ranks are known to call the operation, each sends its blocks itself.
-void InternodeGroup::move_blocks(Operation operation, const Call& call, p2p::Engine& engine,
+void InternodeGroup::move_blocks(const Operation& operation, const Call& call, p2p::Engine& engine,
                                  void (*interrupt)()) {
+  BlockMessages messages(comm_, nodes_, engine, operation, call);
   barrier(operation);
-  const CallBlocks blocks(call, operation, nodes_.world());
-  if (call.inputs.counts != nullptr) check_counts(operation, blocks);
-  BlockMessages messages(comm_, nodes_, engine, call.timeout, interrupt);
-  messages.exchange(operation, call, blocks);
+  if (call.inputs.counts != nullptr) check_counts(operation, messages.blocks());
+  messages.wait(interrupt);
   traffic_ = messages.traffic();
 }
 
@@ -261,6 +259,7 @@ void InternodeGroup::fail_together(const Operation& operation, const CollectiveE
     cpu::fail_together(comm_, operation, error);
   } catch (const CollectiveError& other) {
     if (other.reason != error.reason) throw;
+    comm_.abort(abort_word(error.reason, error.rank));  // before messages end with another reason
     throw error;
   }
 }

@@ -83,7 +83,8 @@ class InternodeGroup {
   void reduce(const Operation& operation, const Call& call);
   void run_plain(const Operation& operation, const Call& call,
                  const std::function<p2p::Engine*()>& messages, void (*interrupt)());
-  void move_blocks(Operation operation, const Call& call, p2p::Engine& engine, void (*interrupt)());
+  void move_blocks(const Operation& operation, const Call& call, p2p::Engine& engine,
+                   void (*interrupt)());
   void in_equal_blocks(const Operation& operation, const Call& call);
   [[noreturn]] void fail_together(const Operation& operation, const CollectiveError& error);
   void check_counts(const Operation& operation, const CallBlocks& blocks);

@@ -138,13 +138,13 @@ void Engine::post_receive(const RequestPtr& request) {
 
 RequestPtr Engine::isend(const void* data, const Envelope& envelope, const Options& options) {
   RequestPtr request = make(false, const_cast<void*>(data), envelope, options);
-  start(request, false);
+  start(request, options.waited_for);
   return request;
 }
 
 RequestPtr Engine::irecv(void* data, const Envelope& envelope, const Options& options) {
   RequestPtr request = make(true, data, envelope, options);
-  start(request, false);
+  start(request, options.waited_for);
   return request;
 }
 

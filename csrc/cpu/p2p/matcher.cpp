@@ -10,7 +10,7 @@ RequestPtr Matcher::take_receive(int source, const Frame& frame) {
   if (known == tags_.end()) return nullptr;
   auto& receives = known->second.receives;
   const auto found = std::find_if(receives.begin(), receives.end(), [&](const RequestPtr& r) {
-    return r->peer == source || r->peer == kAnySource;
+    return fits(r->envelope, r->peer, source, frame);
   });
   if (found == receives.end()) return nullptr;
   RequestPtr receive = std::move(*found);
@@ -24,7 +24,7 @@ std::optional<Arrival> Matcher::take_arrival(const Envelope& wanted) {
   if (known == tags_.end()) return {};
   auto& arrivals = known->second.arrivals;
   const auto found = std::find_if(arrivals.begin(), arrivals.end(), [&](const Arrival& arrival) {
-    return arrival.source == wanted.peer || wanted.peer == kAnySource;
+    return fits(wanted, wanted.peer, arrival.source, arrival.frame);
   });
   if (found == arrivals.end()) return {};
   std::optional<Arrival> arrival = std::move(*found);

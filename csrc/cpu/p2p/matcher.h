@@ -1,4 +1,5 @@
-// Matches messages with receives by channel, source and tag.
+// Matches messages with receives by channel, source and tag. A message of a collective also has the
+// size that the receive wants; if ranks disagree on the size, the collective itself finds that out.
 //
 // A message matches the receive that was posted first among those that fit it, and a receive
 // matches the message that arrived first. So messages of one source and tag match in order.
@@ -42,6 +43,10 @@ class Matcher {
   static Key key(Channel channel, std::int32_t tag) {
     return std::uint64_t{static_cast<std::uint8_t>(channel)} << 32 |
            static_cast<std::uint32_t>(tag);
+  }
+  static bool fits(const Envelope& wanted, int wanted_source, int source, const Frame& frame) {
+    return (wanted_source == source || wanted_source == kAnySource) &&
+           (frame.channel == Channel::program || wanted.bytes == frame.bytes);
   }
   void erase_if_empty(Tags::iterator tag) {
     if (tag->second.receives.empty() && tag->second.arrivals.empty()) tags_.erase(tag);

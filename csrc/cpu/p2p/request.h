@@ -40,6 +40,8 @@ struct Options {
   Callback callback = {};
   // The timeout also counts while no thread waits for the request.
   bool always_timed = false;
+  // The caller will soon wait for the request, so no other thread needs to drive it.
+  bool waited_for = false;
 };
 
 // Callers use the methods and the source only.
