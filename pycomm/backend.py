@@ -384,6 +384,7 @@ def _membership(group: Group, store: Store) -> RendezvousResult:
         processes=list(group._processes),
         cores=group._cores,
         link=None,
+        port=None,
         store=store,
         listener=None,
     )

@@ -224,8 +224,7 @@ def gather(
         tag: as in :func:`all_reduce`.
 
     Returns:
-        `gather_list`, or a :class:`Work`. Raises the errors of :func:`all_reduce`; a group that
-        spans nodes raises ValueError.
+        `gather_list`, or a :class:`Work`. Raises the errors of :func:`all_reduce`.
     """
     group = resolve_group(group)
     check_rank("dst", dst, group.size)
@@ -276,8 +275,7 @@ def scatter(
         tag: as in :func:`all_reduce`.
 
     Returns:
-        `tensor`, or a :class:`Work`. Raises the errors of :func:`all_reduce`; a group that spans
-        nodes raises ValueError.
+        `tensor`, or a :class:`Work`. Raises the errors of :func:`all_reduce`.
     """
     group = resolve_group(group)
     check_rank("src", src, group.size)
@@ -335,8 +333,7 @@ def all_to_all(
         tag: as in :func:`all_reduce`.
 
     Returns:
-        `output`, or a :class:`Work`. Raises the errors of :func:`all_reduce`; a group that spans
-        nodes raises ValueError.
+        `output`, or a :class:`Work`. Raises the errors of :func:`all_reduce`.
     """
     group = resolve_group(group)
     label = label_of(tag)

@@ -126,8 +126,7 @@ def reduce(
         tag: as in :func:`all_reduce`.
 
     Returns:
-        `tensor`, or a :class:`Work`. Raises the errors of :func:`all_reduce`; a group that spans
-        nodes raises ValueError.
+        `tensor`, or a :class:`Work`. Raises the errors of :func:`all_reduce`.
     """
     group = resolve_group(group)
     op = reduction(op, OPS)

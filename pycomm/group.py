@@ -81,6 +81,7 @@ class Group:
         timeout: float,
         staging_bytes: int,
         link: _C.Transport | None = None,
+        port: _C.Port | None = None,
         first_epoch: int = 0,
     ) -> None:
         self.rank = rank
@@ -98,9 +99,9 @@ class Group:
         self._core = _C.Group(
             window, pids, processes, index, size, cores, timeout, first_epoch, local
         )
-        self._link = link
+        self._link, self._port = link, port
         if len(nodes.ranks) > 1:
-            self._core.span(nodes.ranks, nodes.here, link, timeout)
+            self._core.span(nodes.ranks, nodes.here, link, port, timeout)
         self._handle = self._core.handle
         # The handle for the short way of collectives; None while a trace runs.
         self._short_way: object = self._handle
@@ -683,6 +684,7 @@ def make_group(
         timeout,
         staging_bytes,
         members.link,
+        members.port,
     )
     log.group_made(
         made, members.cores, "NCCL for cuda, Gloo for the rest" if members.nccl else "Gloo"

@@ -20,6 +20,7 @@ from pycomm._runtime import log
 from pycomm._runtime.cuda import LocalDevices
 from pycomm._runtime.lifetime import Nodes
 from pycomm._runtime.rendezvous import slice_bytes
+from pycomm._runtime.sockets import first_of_node
 from pycomm._runtime.threads import start_thread
 from pycomm._runtime.turns import (
     RandomState,
@@ -86,6 +87,9 @@ class LocalWorld:
         ends = list(itertools.accumulate(nodes))
         ranks = tuple(tuple(range(end - n, end)) for n, end in zip(nodes, ends, strict=True))
         links = [_C.LocalTransport.make(len(nodes)) for _ in range(Nodes(ranks, 0).stripes)]
+        ports = [_C.Port(first_of_node()) for _ in range(size if len(nodes) > 1 else 0)]
+        for port in ports:
+            port.meet([each.address for each in ports])
         pids, cores = [os.getpid()] * size, len(os.sched_getaffinity(0))
         self._serial, self._timeout = serial, timeout
         self._random: list[RandomState] = []  # of each rank, once they have run
@@ -106,6 +110,7 @@ class LocalWorld:
                         timeout,
                         staging_bytes,
                         link,
+                        ports[rank] if ports else None,
                         _first_epoch,
                     )
                 )

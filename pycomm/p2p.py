@@ -74,14 +74,15 @@ def send(
     """Sends a tensor to rank `dst`, which receives it with :func:`recv`.
 
     Returns when `tensor` may be changed. Small messages (up to 16 KiB) are then on their way; for
-    larger ones this waits for the receiver. Sends and receives need not be in the order of
+    larger ones this waits for the receiver. Between nodes, messages go over a TCP connection of
+    the two ranks, which their first message opens. Sends and receives need not be in the order of
     collectives. A receive matches a send by rank and tag; with the same rank and tag, messages
     arrive in order.
 
     Args:
         tensor: a CPU tensor of any dtype, shape and strides. If it comes from ``group.empty()``,
-            the receiver reads it directly.
-        dst: a rank of this node, which may be this rank.
+            a receiver on the same node reads it directly.
+        dst: a rank of the group, on any node; it may be this rank.
         tag: a number of 32 bits that tells messages apart.
         group: as in :func:`pycomm.all_reduce`.
         timeout: the longest time without progress, in seconds or as a timedelta; by default the
@@ -109,8 +110,8 @@ def recv(
 
     Args:
         tensor: overwritten; has as many elements as the sent tensor, of the same dtype.
-        src: the sender's rank, or None for the first message with this tag from any rank. A group
-            that spans nodes requires a rank of this node.
+        src: the sender's rank, or None for the first message with this tag from any rank of any
+            node.
         tag: as in :func:`send`.
         group: as in :func:`send`.
         timeout: as in :func:`send`.

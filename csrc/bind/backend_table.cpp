@@ -55,11 +55,6 @@ Error guarded(const Function& function) noexcept {
   }
 }
 
-bool spans_nodes(void* group) {
-  const Group* const self = static_cast<Group*>(group);
-  return self->size() > self->comm().size();
-}
-
 Error run(void* group, const Call* calls, std::size_t count) {
   return guarded([&] {
     for (std::size_t i = 0; i < count; ++i)
@@ -156,7 +151,6 @@ void free_memory(void* owner) {
 
 constexpr BackendTable kTable = {
     .layout = kBackendTableLayout,
-    .spans_nodes = spans_nodes,
     .run = run,
     .submit = submit,
     .start_message = start_message,

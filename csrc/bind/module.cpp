@@ -215,11 +215,13 @@ void bind_group(py::module_& m) {
       .def(
           "span",
           [](Group& group, std::vector<std::vector<int>> nodes, int here,
-             std::shared_ptr<Transport> transport, double timeout) {
-            group.span({std::move(nodes), here}, std::move(transport), timeout_of(timeout));
+             std::shared_ptr<Transport> transport, std::shared_ptr<cpu::p2p::Port> port,
+             double timeout) {
+            group.span({std::move(nodes), here}, std::move(transport), std::move(port),
+                       timeout_of(timeout));
           },
-          py::arg("nodes"), py::arg("here"), py::arg("transport"), py::arg("timeout"),
-          py::keep_alive<1, 4>())
+          py::arg("nodes"), py::arg("here"), py::arg("transport"), py::arg("port"),
+          py::arg("timeout"), py::keep_alive<1, 4>())
       .def("run", &run_kind, py::arg("operation"), py::arg("count"), py::arg("input"),
            py::arg("output"), py::arg("shape") = py::none(), py::arg("label") = "")
       .def("submit", &submit_kind, py::arg("operation"), py::arg("count"), py::arg("input"),
@@ -234,7 +236,7 @@ void bind_group(py::module_& m) {
       .def("raise_again", &Group::raise_again)
       .def(
           "trim", [](Group& group) { group.trim(check_signals); }, py::call_guard<WithoutGil>())
-      .def("leave", &Group::leave)
+      .def("leave", &Group::leave, py::call_guard<WithoutGil>())
       .def(
           "end_waits_of",
           [](Group& group, const std::vector<std::shared_ptr<Group>>& others) {

@@ -1,5 +1,8 @@
 // Python bindings of sends and receives. Arguments are numbers and pointers, not tensors.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
 
 #include "bind/gil.h"
 #include "bind/python.h"
@@ -13,6 +16,7 @@ namespace {
 using cpu::Group;
 using cpu::p2p::Envelope;
 using cpu::p2p::Options;
+using cpu::p2p::Port;
 using cpu::p2p::Request;
 using cpu::p2p::RequestPtr;
 
@@ -55,9 +59,29 @@ RequestPtr irecv(Group& group, std::uintptr_t data, std::int64_t bytes, int elem
                      options(timeout));
 }
 
+// An address in Python: host, port, secret, name to knock at.
+using AddressTuple = std::tuple<std::string, int, py::bytes, std::string>;
+
+AddressTuple tuple_of(const Port::Address& address) {
+  const auto* const secret = reinterpret_cast<const char*>(address.secret.data());
+  return {address.host, address.port, py::bytes(secret, address.secret.size()), address.knock};
+}
+
+void meet(Port& port, const std::vector<AddressTuple>& tuples) {
+  std::vector<Port::Address> addresses;
+  for (const auto& [host, number, secret, knock] : tuples) {
+    addresses.push_back({host, number, secret_of(secret), knock});
+  }
+  port.meet(std::move(addresses));
+}
+
 }  // namespace
 
 void bind_p2p(py::module_& m, GroupClass& group) {
+  py::class_<Port, std::shared_ptr<Port>>(m, "Port")
+      .def(py::init<const std::string&>(), py::arg("host"))
+      .def_property_readonly("address", [](const Port& port) { return tuple_of(port.address()); })
+      .def("meet", &meet, py::arg("addresses"));
   py::class_<Request, RequestPtr>(m, "Request")
       .def(
           "wait", [](Request& request) { request.wait(check_signals); },
@@ -72,8 +96,7 @@ void bind_p2p(py::module_& m, GroupClass& group) {
       .def("isend", &isend, py::keep_alive<0, 1>(), py::arg("data"), py::arg("bytes"),
            py::arg("element"), py::arg("to"), py::arg("tag"), py::arg("timeout") = 0.0)
       .def("irecv", &irecv, py::keep_alive<0, 1>(), py::arg("data"), py::arg("bytes"),
-           py::arg("element"), py::arg("source"), py::arg("tag"), py::arg("timeout") = 0.0)
-      .def("supports_peer", &Group::supports_peer, py::arg("rank"));
+           py::arg("element"), py::arg("source"), py::arg("tag"), py::arg("timeout") = 0.0);
   py::dict numbers;
   for (const ElementRow& row : kElementRows) {
     numbers[name_of(row.element)] = static_cast<int>(row.element);

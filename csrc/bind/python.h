@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "core/message.h"
 #include "core/record.h"
 
 namespace pycomm::cpu {
@@ -75,6 +76,9 @@ inline Call make_call(const Operation& kind, std::int64_t count, std::uintptr_t 
 
 // A group's state, made of dicts and lists.
 pybind11::dict to_python(const GroupState& group);
+
+// A secret from its bytes.
+Secret secret_of(const pybind11::bytes& bytes);
 
 using GroupClass = pybind11::class_<cpu::Group, std::shared_ptr<cpu::Group>>;
 

@@ -89,6 +89,8 @@ std::span<const std::byte> span_of(const py::bytes& bytes) {
   return std::as_bytes(std::span(std::string_view(bytes)));
 }
 
+}  // namespace
+
 Secret secret_of(const py::bytes& bytes) {
   Secret secret;
   const std::span<const std::byte> given = span_of(bytes);
@@ -97,8 +99,6 @@ Secret secret_of(const py::bytes& bytes) {
   std::copy(given.begin(), given.end(), secret.begin());
   return secret;
 }
-
-}  // namespace
 
 void bind_transport(py::module_& m) {
   m.attr("farewell_bytes") = sizeof(Farewell);

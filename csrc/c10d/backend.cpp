@@ -69,8 +69,6 @@ Request Backend::request(OpType type, const char* title, Milliseconds timeout) c
   return {type, title, getRank(), getSize(), timeout};
 }
 
-bool Backend::spans_nodes() { return native().spans_nodes(group()); }
-
 Backend::WorkPtr Backend::launch(Request request, bool async) {
   ++sequence_;
   auto work = c10::make_intrusive<CollectiveWork>(connection_.load(), std::move(request));
@@ -108,7 +106,6 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
 Backend::WorkPtr Backend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) {
   Request made = request(OpType::REDUCE, "pycomm:reduce", options.timeout);
   made.reduce(only(tensors, "reduce"), options.reduceOp, options.rootRank);
-  if (spans_nodes()) return gloo("reduce").reduce(tensors, options);
   return launch(std::move(made), options.asyncOp);
 }
 
@@ -116,7 +113,6 @@ Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs,
                                     const ::c10d::AllgatherOptions& options) {
   Request made = request(OpType::ALLGATHER, "pycomm:all_gather", options.timeout);
   made.all_gather(only(outputs, "all_gather"), only(inputs, "all_gather"));
-  if (spans_nodes()) return gloo("all_gather of lists").allgather(outputs, inputs, options);
   return launch(std::move(made), options.asyncOp);
 }
 
@@ -141,9 +137,6 @@ Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inp
     }
     made.all_gather(results, inputs[i]);
   }
-  if (spans_nodes()) {
-    return gloo("all_gather of lists").allgather_coalesced(outputs, inputs, options);
-  }
   return launch(std::move(made), options.asyncOp);
 }
 
@@ -161,7 +154,6 @@ Backend::WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs,
   Request made = request(OpType::GATHER, "pycomm:gather", options.timeout);
   made.gather(on_root(outputs, options.rootRank, "gather"), only(inputs, "gather"),
               options.rootRank);
-  if (spans_nodes()) return gloo("gather").gather(outputs, inputs, options);
   return launch(std::move(made), options.asyncOp);
 }
 
@@ -170,7 +162,6 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs,
   Request made = request(OpType::SCATTER, "pycomm:scatter", options.timeout);
   made.scatter(only(outputs, "scatter"), on_root(inputs, options.rootRank, "scatter"),
                options.rootRank);
-  if (spans_nodes()) return gloo("scatter").scatter(outputs, inputs, options);
   return launch(std::move(made), options.asyncOp);
 }
 
@@ -179,9 +170,6 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
   Request made = request(OpType::REDUCE_SCATTER, "pycomm:reduce_scatter", options.timeout);
   made.reduce_scatter(only(outputs, "reduce_scatter"), only(inputs, "reduce_scatter"),
                       options.reduceOp);
-  if (spans_nodes()) {
-    return gloo("reduce_scatter of lists").reduce_scatter(outputs, inputs, options);
-  }
   return launch(std::move(made), options.asyncOp);
 }
 
@@ -208,9 +196,6 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                         std::vector<int64_t>& output_splits,
                                         std::vector<int64_t>& input_splits,
                                         const ::c10d::AllToAllOptions& options) {
-  if (spans_nodes()) {
-    return gloo("all_to_all").alltoall_base(output, input, output_splits, input_splits, options);
-  }
   Request made = request(OpType::ALLTOALL_BASE, "pycomm:all_to_all", options.timeout);
   made.all_to_all(output, input, output_splits, input_splits);
   return launch(std::move(made), options.asyncOp);
@@ -218,7 +203,6 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
 
 Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
                                    const ::c10d::AllToAllOptions& options) {
-  if (spans_nodes()) return gloo("all_to_all").alltoall(outputs, inputs, options);
   Request made = request(OpType::ALLTOALL, "pycomm:all_to_all", options.timeout);
   made.all_to_all(outputs, inputs);
   return launch(std::move(made), options.asyncOp);
@@ -236,17 +220,14 @@ Backend::WorkPtr Backend::message(OpType type, const Tensors& tensors, int peer,
 }
 
 Backend::WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
-  if (spans_nodes()) return gloo("send").send(tensors, to, tag);
   return message(OpType::SEND, tensors, to, tag);
 }
 
 Backend::WorkPtr Backend::recv(Tensors& tensors, int from, int tag) {
-  if (spans_nodes()) return gloo("recv").recv(tensors, from, tag);
   return message(OpType::RECV, tensors, from, tag);
 }
 
 Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
-  if (spans_nodes()) return gloo("recv").recvAnysource(tensors, tag);
   return message(OpType::RECVANYSOURCE, tensors, kAnySource, tag);
 }
 

@@ -93,8 +93,6 @@ class Backend final : public ::c10d::Backend {
   // The list that only the root passes; empty on other ranks.
   Tensors on_root(const TensorLists& lists, std::int64_t root, const char* what) const;
   Request request(OpType type, const char* title, Milliseconds timeout) const;
-  // If the group spans nodes, some operations have no native path.
-  bool spans_nodes();
   void* group() { return connection_.load()->group(); }
   WorkPtr launch(Request request, bool async);
   WorkPtr message(OpType type, const Tensors& tensors, int peer, int tag);

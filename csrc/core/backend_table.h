@@ -30,7 +30,6 @@ struct BackendTable {
   std::uint64_t layout;
 
   // The functions take the pointer of a group's capsule, and are called without the GIL.
-  bool (*spans_nodes)(void* group);
   // Runs calls in order; blocks.
   Error (*run)(void* group, const Call* calls, std::size_t count);
   // Submits calls. If this returns no error, `completed` is called once, by another thread.

@@ -201,13 +201,28 @@ inline std::vector<WireShare> wire_shares(const Operation& operation, const Node
 
 }  // namespace detail
 
+// A rank sends blocks to ranks of other nodes itself.
+inline LinkTraffic link_cost_of_blocks(const Operation& operation, const Nodes& nodes, int index) {
+  const std::int64_t block = bytes_on_wire(operation, operation.count);
+  const int others = nodes.world() - nodes.size(nodes.here);
+  const int rank = nodes.rank(nodes.here, index), root = operation.root;
+  if (operation.collective == Collective::all_to_all) return {others * block, others * block};
+  const bool away = nodes.node_of(root) != nodes.here;
+  const LinkTraffic gathered{away ? block : 0, rank == root ? others * block : 0};
+  if (operation.collective == Collective::gather) return gathered;
+  return {gathered.received, gathered.sent};
+}
+
 // The bytes that the rank with this stripe on node `nodes.here` sends to and receives from other nodes,
 // without handshakes and the lengths of lists. For top-k, an upper bound.
 inline LinkTraffic link_cost(const Operation& operation, const Nodes& nodes, int stripe) {
+  if (moves_blocks(operation.collective)) return link_cost_of_blocks(operation, nodes, stripe);
   LinkTraffic traffic;
   if (stripe >= nodes.stripes() || operation.collective == Collective::barrier) return traffic;
-  const bool reduces = operation.collective == Collective::all_reduce ||
-                       operation.collective == Collective::reduce_scatter;
+  const bool reduces = pycomm::reduces(operation.collective);
+  const auto gets_result = [&](int node) {
+    return operation.collective != Collective::reduce || node == nodes.node_of(operation.root);
+  };
   const bool gathers =
       operation.collective != Collective::reduce_scatter &&
       (operation.codec.kind != CodecKind::none || !adds_everywhere(operation, nodes, stripe));
@@ -216,8 +231,10 @@ inline LinkTraffic link_cost(const Operation& operation, const Nodes& nodes, int
     if (m == nodes.here) continue;
     const auto& mine = shares[static_cast<std::size_t>(nodes.here)];
     const auto& theirs = shares[static_cast<std::size_t>(m)];
-    traffic.sent += (reduces ? theirs.contribution : 0) + (gathers ? mine.result : 0);
-    traffic.received += (reduces ? mine.contribution : 0) + (gathers ? theirs.result : 0);
+    traffic.sent += reduces ? theirs.contribution : 0;
+    traffic.sent += gathers && gets_result(m) ? mine.result : 0;
+    traffic.received += reduces ? mine.contribution : 0;
+    traffic.received += gathers && gets_result(nodes.here) ? theirs.result : 0;
   }
   return traffic;
 }

@@ -1,7 +1,8 @@
 // The messages between ranks, apart from data. Ranks of one node exchange them in shared memory:
-// announcements, and what a rank is waiting for. Between nodes there are two messages: a handshake
-// before every operation, and a farewell, which is the last message on a link. Both begin with a
-// header that shows that they come from the node at the other end (docs/wire-format.md).
+// announcements, and what a rank is waiting for. Between nodes there are three messages: a handshake
+// before every operation, a farewell, which is the last message on a link, and the introduction of a
+// rank that connects to another one to send it tensors (cpu/p2p/stream.h). All begin with a header
+// that shows that they come from the node at the other end (docs/wire-format.md).
 //
 // Parsers trust no byte. They throw std::invalid_argument that says what is wrong; what they return
 // is safe to use as an index into tables and memory.
@@ -20,9 +21,9 @@
 namespace pycomm {
 
 inline constexpr std::uint32_t kMessageMagic = 0x4b4c4350;  // "PCLK" in memory
-inline constexpr std::uint16_t kMessageVersion = 4;
+inline constexpr std::uint16_t kMessageVersion = 5;
 
-enum class MessageKind : std::uint16_t { handshake = 1, farewell = 2 };
+enum class MessageKind : std::uint16_t { handshake = 1, farewell = 2, introduction = 3 };
 
 // Random bytes that only processes with access to the group's Store know.
 using Secret = std::array<std::byte, 16>;
@@ -60,6 +61,12 @@ struct Farewell {
 };
 static_assert(sizeof(Farewell) == 40);
 
+struct Introduction {
+  MessageHeader header;  // with the secret of the rank that it is for
+  std::int64_t rank;     // the sender
+};
+static_assert(sizeof(Introduction) == 40);
+
 // Parses a message and checks that it is of this kind and from this sender.
 template <class Message>
 Message parse_message(std::span<const std::byte> bytes, MessageKind kind, const Sender& sender) {
@@ -93,6 +100,19 @@ inline Farewell parse_farewell(std::span<const std::byte> bytes, const Sender& s
   PYCOMM_CHECK(farewell.abort_word == 0 || is_abort_word(farewell.abort_word, world),
                "a farewell blames no rank of the group");
   return farewell;
+}
+
+// `node_of` returns the node of a rank below `world`.
+template <class NodeOf>
+Introduction parse_introduction(std::span<const std::byte> bytes, const Secret& secret, int world,
+                                NodeOf node_of) {
+  Introduction introduction;
+  PYCOMM_CHECK(bytes.size() == sizeof(introduction), "an introduction has another length");
+  std::memcpy(&introduction, bytes.data(), sizeof(introduction));
+  PYCOMM_CHECK(introduction.rank >= 0 && introduction.rank < world,
+               "an introduction names no rank of the group");
+  const int node = node_of(static_cast<int>(introduction.rank));
+  return parse_message<Introduction>(bytes, MessageKind::introduction, {secret, node});
 }
 
 // Parses an announcement of rank `rank` in a group of `ranks`. Throws std::invalid_argument unless

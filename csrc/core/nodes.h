@@ -86,7 +86,8 @@ inline std::vector<Range> owned_by_nodes(const Operation& operation, const Nodes
   for (int m = 0; m < nodes.count(); ++m) {
     Range& mine = owned[static_cast<std::size_t>(m)];
     switch (operation.collective) {
-      case Collective::all_reduce: {
+      case Collective::all_reduce:
+      case Collective::reduce: {
         const Range all = stripe_of(operation, nodes, stripe, 0, operation.count);
         if (adds_everywhere(operation, nodes, stripe)) {
           mine = all;

@@ -190,9 +190,10 @@ PYCOMM_HD constexpr bool stays_in_node(Collective collective) {
   return collective == Collective::sharded_step;
 }
 
-// True if groups that span nodes can run the collective.
-PYCOMM_HD constexpr bool spans_nodes(Collective collective) {
-  return collective <= Collective::barrier || stays_in_node(collective);
+// True if a rank's blocks go to or come from other ranks one by one.
+PYCOMM_HD constexpr bool moves_blocks(Collective collective) {
+  return collective == Collective::gather || collective == Collective::scatter ||
+         collective == Collective::all_to_all;
 }
 
 inline constexpr std::int64_t kNotInWindow = -1;

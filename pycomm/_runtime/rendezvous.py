@@ -208,6 +208,7 @@ class RendezvousResult:
         processes: the processes of this node's ranks; None for those in this process.
         cores: the number of cores that the ranks of this node may run on, all together.
         link: the transport to other nodes; None if this rank does not exchange with them.
+        port: where other ranks reach this one with messages; None if there is only one node.
         store: a Store that only this group uses.
         listener: how ranks of other nodes reach this one after a failure; None if `join` was not
             asked for it, or there is only one node.
@@ -221,6 +222,7 @@ class RendezvousResult:
     processes: list[_C.Process | None]
     cores: int
     link: GlooTransport | None
+    port: _C.Port | None
     store: Store
     listener: Listener | None
     nccl: bool = False
@@ -431,13 +433,13 @@ def set_up(
     cores = set().union(*(everyone[r]["cores"] for r in nodes.local))
     staging_bytes = everyone[rank]["settings"]["staging_bytes"]
     peers = Peers(store, rank, pids, lost)
-    link, listener = None, None
+    link, listener, port = None, None, None
     with contextlib.ExitStack() as failed, peers.telling(), peers.watching(nodes):
         window = _share_window(store, rank, nodes, staging_bytes, deadline, peers)
         # Others may have seen that all is complete just before this rank fails.
         failed.callback(window.leave, nodes.local.index(rank))
         if len(nodes.ranks) > 1:
-            link, listener = _connect_nodes(store, rank, nodes, deadline, peers, listens)
+            link, port, listener = _connect_nodes(store, rank, nodes, deadline, peers, listens)
         if link is not None:
             failed.callback(link.end)
         with deadline.guarding("every rank taking the window"):
@@ -446,24 +448,29 @@ def set_up(
     processes = [peers.processes.get(r) for r in nodes.local]
     nccl = all(member["nccl"] for member in everyone)
     return RendezvousResult(
-        nodes, window, pids, processes, len(cores), link, store, listener, nccl, everyone
+        nodes, window, pids, processes, len(cores), link, port, store, listener, nccl, everyone
     )
 
 
 def _connect_nodes(
     store: Store, rank: int, nodes: Nodes, deadline: Deadline, peers: Peers, listens: bool
-) -> tuple[GlooTransport | None, Listener | None]:
-    """The link of this rank to other nodes, if it has one, and its listener, if it `listens`."""
-    from pycomm._runtime.internode import GlooTransport, connect
-    from pycomm._runtime.sockets import Listener
+) -> tuple[GlooTransport | None, _C.Port, Listener | None]:
+    """The link of this rank to other nodes, if it has one, its port, and a listener if it listens.
 
-    listener = None
+    Messages go through the port. The listener is for what survivors of a failure tell each other.
+    """
+    from pycomm._runtime.internode import GlooTransport, connect
+    from pycomm._runtime.sockets import Listener, node_address
+
+    listener, size = None, sum(map(len, nodes.ranks))
     with deadline.guarding("every node connecting"):
         carriers = connect(nodes, rank, store, deadline, peers.look)
+        known = None if carriers is None else carriers.host
+        host = node_address(store, rank, nodes.local, known, deadline, peers.look)
+        port = _open_port(store, rank, size, host, deadline, peers)
         if listens:
-            host = None if carriers is None else carriers.host
-            listener = Listener.open(store, rank, nodes.ranks, host, deadline, peers.look)
-    return None if carriers is None else GlooTransport(carriers), listener
+            listener = Listener.open(store, rank, size, host, deadline, peers.look)
+    return None if carriers is None else GlooTransport(carriers), port, listener
 
 
 def check_same(settings: Sequence[Mapping[str, int | str]]) -> None:
@@ -493,6 +500,22 @@ def _share_window(
         address, secret = json.loads(_get(store, f"window/{first}", deadline, peers))
     fd = _take(address, secret.encode(), deadline, peers)
     return _map_window(fd, count, staging_bytes)
+
+
+def _open_port(
+    store: Store, rank: int, size: int, host: str, deadline: Deadline, peers: Peers
+) -> _C.Port:
+    """Opens the port for messages from other nodes, and exchanges addresses with all ranks."""
+    port = _C.Port(host)
+    _, number, secret, knock = port.address
+    keys = [f"port/{r}" for r in range(size)]
+    store.set(keys[rank], json.dumps([host, number, secret.hex(), knock]))
+    deadline.await_keys(store, keys, peers.look)
+    addresses = [json.loads(text) for text in store.multi_get(keys)]
+    port.meet(
+        [(host, number, bytes.fromhex(text), knock) for host, number, text, knock in addresses]
+    )
+    return port
 
 
 def _await_all(store: Store, size: int, deadline: Deadline, peers: Peers) -> None:

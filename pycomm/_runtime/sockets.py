@@ -146,8 +146,8 @@ class Listener(Acceptor):
         cls,
         store: Store,
         rank: int,
-        nodes: Sequence[Sequence[int]],
-        host: str | None,
+        size: int,
+        host: str,
         deadline: Deadline,
         look: Callable[[], object],
     ) -> Listener:
@@ -156,18 +156,13 @@ class Listener(Acceptor):
         Args:
             store: a Store that only this group uses.
             rank: this rank.
-            nodes: the ranks of each node.
-            host: this node's address for other nodes; None if this rank does not know it.
+            size: the number of ranks.
+            host: this node's address for other nodes.
             deadline: the deadline for all ranks.
             look: raises the failure that ends the rendezvous, if there is one.
         """
-        here = next(local for local in nodes if rank in local)
-        if rank == here[0]:
-            store.set(f"host/{rank}", host or own_address())
-        deadline.await_keys(store, [f"host/{here[0]}"], look)
-        host = store.get(f"host/{here[0]}").decode()
         listener = cls(host)
-        keys = [f"listener/{r}" for r in range(sum(map(len, nodes)))]
+        keys = [f"listener/{r}" for r in range(size)]
         store.set(keys[rank], json.dumps([host, listener.port, listener.token]))
         deadline.await_keys(store, keys, look)
         listener.addresses = [json.loads(text) for text in store.multi_get(keys)]
@@ -463,6 +458,31 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+
+
+def node_address(
+    store: Store,
+    rank: int,
+    local: Sequence[int],
+    known: str | None,
+    deadline: Deadline,
+    look: Callable[[], object],
+) -> str:
+    """This node's address for other nodes, the same for all of its ranks, who call this together.
+
+    Args:
+        store: a Store that only this group uses.
+        rank: this rank.
+        local: the ranks of this node.
+        known: the address; None if this rank does not know it.
+        deadline: the deadline for all ranks.
+        look: raises the failure that ends the rendezvous, if there is one.
+    """
+    key = f"host/{local[0]}"
+    if rank == local[0]:
+        store.set(key, known or own_address())
+    deadline.await_keys(store, [key], look)
+    return str(store.get(key).decode())
 
 
 def own_address() -> str:

@@ -96,6 +96,7 @@ class Subgroup:
             processes=[self._whole.processes[seat] for seat in self._seats],
             cores=self._whole.cores,
             link=None,
+            port=None,
             store=self._store,
             listener=None,
         )

@@ -219,25 +219,6 @@ def test_bad_calls(world, name):
             call(group, torch.ones(6))
 
 
-@pytest.mark.parametrize("nodes", [[1, 1], [2, 1]])
-def test_groups_that_span_nodes_refuse(world, nodes):
-    def body(group):
-        x, whole = torch.ones(2), torch.ones(2 * group.size)
-        root = whole if group.rank == 0 else None
-        for call in (
-            lambda: pycomm.reduce(x, group=group),
-            lambda: pycomm.gather(x, root, group=group),
-            lambda: pycomm.scatter(x, root, group=group),
-            lambda: pycomm.all_to_all(torch.ones(2 * group.size), whole, group=group),
-        ):
-            with pytest.raises(ValueError, match="cannot run in a group that spans nodes"):
-                call()
-        return pycomm.all_reduce(torch.ones(1), group=group).item()
-
-    size = sum(nodes)
-    assert world(size, nodes=nodes).run(body) == [float(size)] * size
-
-
 def test_tensors_without_a_result_are_not_written_to():
     """Not even to put back what was there: they may be expanded, or in use elsewhere."""
 

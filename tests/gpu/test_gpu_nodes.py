@@ -206,6 +206,30 @@ def test_infinities_reach_no_residual(nodes: list[int]) -> None:
     assert gpu_nodes.run(nodes, infinities) == [[(True, True, True)] * 6] * sum(nodes)
 
 
+def rooted(group: pycomm.Group) -> None:
+    """These go through host memory."""
+    n, r = group.size, group.rank
+    blocks = [torch.full((100,), 10.0 * r + to, device="cuda") for to in range(n)]
+    out = torch.empty(100 * n, device="cuda")
+    pycomm.all_to_all(out, torch.cat(blocks), group=group)
+    assert out.cpu().view(n, 100)[:, 0].tolist() == [10.0 * source + r for source in range(n)]
+    whole = torch.empty(100 * n, device="cuda") if r == 1 else None
+    pycomm.gather(blocks[1], whole, 1, group=group)
+    if whole is not None:
+        assert whole.cpu().view(n, 100)[:, 0].tolist() == [10.0 * s + 1 for s in range(n)]
+    mine = torch.empty(100, device="cuda")
+    pycomm.scatter(mine, torch.cat(blocks) if r == 1 else None, 1, group=group)
+    assert (mine == 10 + r).all()
+    x = torch.full((1000,), float(r), device="cuda")
+    pycomm.reduce(x, 1, group=group)
+    assert (x == (sum(range(n)) if r == 1 else r)).all()
+
+
+@pytest.mark.parametrize("nodes", [[1, 1], [2, 1]], ids=str)
+def test_rooted_operations(nodes: list[int]) -> None:
+    gpu_nodes.run(nodes, rooted)
+
+
 def refused(group: pycomm.Group) -> None:
     x = torch.ones(1000, device="cuda")
     two_shot = "algorithm must be auto or two_shot in a group that spans nodes, got ring"
@@ -213,8 +237,6 @@ def refused(group: pycomm.Group) -> None:
         pycomm.all_reduce(x, algorithm="ring", group=group)
     with pytest.raises(ValueError, match=two_shot):
         pycomm.compressed_all_reduce(x, INT8, algorithm="ring", group=group)
-    with pytest.raises(ValueError, match="cannot run in a group that spans nodes"):
-        pycomm.reduce(x, group=group)
     with pytest.raises(ValueError, match="bool"):
         pycomm.all_reduce(x.bool(), "avg", group=group)
     pycomm.all_reduce(x, group=group)  # the group is as good as before

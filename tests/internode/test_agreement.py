@@ -28,10 +28,9 @@ SIZE = 4
 
 def listeners():
     store, made = HashStore(), [None] * SIZE
-    nodes = [[rank] for rank in range(SIZE)]
 
     def open_one(rank):
-        made[rank] = Listener.open(store, rank, nodes, "127.0.0.1", Deadline(20), lambda: None)
+        made[rank] = Listener.open(store, rank, SIZE, "127.0.0.1", Deadline(20), lambda: None)
 
     run(open_one, range(SIZE))
     return made

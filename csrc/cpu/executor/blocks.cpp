@@ -19,50 +19,29 @@ bool takes_outputs(Collective collective) {
          collective == Collective::all_to_all;
 }
 
-// All ranks' counts, a row per rank: what it sends to each rank, then what it expects from each.
-class Counts {
- public:
-  Counts(Comm& comm, const CallBlocks& blocks)
-      : ranks_(comm.size()), all_(static_cast<std::size_t>(2 * ranks_ * ranks_)) {
-    std::vector<std::int64_t> mine = blocks.inputs.counts;
-    mine.insert(mine.end(), blocks.outputs.counts.begin(), blocks.outputs.counts.end());
-    comm.begin_phase(
-        {Collective::all_gather, Algorithm::two_shot, DType::i64, ReduceOp::sum, 0, 2 * ranks_},
-        mine.data(), all_.data());
-    all_gather(comm);
-  }
+bool each_its_own(const Call& call) {
+  return call.operation.collective == Collective::all_to_all && call.inputs.counts != nullptr;
+}
 
-  std::int64_t sent(int from, int to) const { return at(from, to); }
-  std::int64_t expected(int from, int to) const { return at(to, ranks_ + from); }
-  std::int64_t largest() const { return *std::max_element(all_.begin(), all_.end()); }
+}  // namespace
 
- private:
-  std::int64_t at(int row, int column) const {
-    return all_[static_cast<std::size_t>(row * 2 * ranks_ + column)];
-  }
+std::int64_t BlockCounts::largest() const { return *std::max_element(all_.begin(), all_.end()); }
 
-  const int ranks_;
-  std::vector<std::int64_t> all_;
-};
-
-// All ranks find the same pair.
-std::optional<CollectiveError> disagreement(const Comm& comm, const Counts& counts,
-                                            std::int64_t units) {
-  for (int from = 0; from < comm.size(); ++from) {
-    for (int to = 0; to < comm.size(); ++to) {
-      const std::int64_t sent = counts.sent(from, to), expected = counts.expected(from, to);
+std::optional<CollectiveError> BlockCounts::disagreement(const Comm& comm,
+                                                         const Operation& operation) const {
+  const std::int64_t units = units_of(operation);
+  for (int from = 0; from < ranks_; ++from) {
+    for (int to = 0; to < ranks_; ++to) {
+      const std::int64_t sent = at(from, to), expected = at(to, ranks_ + from);
       if (sent == expected) continue;
-      return uneven(from, sent / units, to, expected / units, comm.pid(from), comm.called(),
+      return uneven(from, sent / units, to, expected / units, comm.pid_of(from), comm.called(),
                     comm.ordinal());
     }
   }
   return {};
 }
 
-// Throws an error that all ranks have found, once they all have: a rank that still waited for their
-// counts would only learn that the group has been aborted.
-[[noreturn]] void fail_together(Comm& comm, const Operation& operation,
-                                const CollectiveError& error) {
+void fail_together(Comm& comm, const Operation& operation, const CollectiveError& error) {
   try {
     comm.begin_phase(operation, nullptr, nullptr);
     comm.announce();
@@ -71,8 +50,6 @@ std::optional<CollectiveError> disagreement(const Comm& comm, const Counts& coun
   }
   throw error;
 }
-
-}  // namespace
 
 BlockTable::BlockTable(const Blocks& blocks, const void* begin, const Operation& operation,
                        int ranks) {
@@ -86,6 +63,13 @@ BlockTable::BlockTable(const Blocks& blocks, const void* begin, const Operation&
                             : next);
     if (next != nullptr) next += count * size_of(operation.dtype);
   }
+}
+
+void set_count(Operation& operation, const Call& call, int ranks) {
+  const bool sends = call.inputs.counts != nullptr;
+  if (!sends && call.outputs.counts == nullptr) return;
+  const BlockTable sized(sends ? call.inputs : call.outputs, nullptr, operation, ranks);
+  operation.count = each_its_own(call) ? 0 : sized.largest();
 }
 
 std::int64_t BlockTable::largest() const { return *std::max_element(counts.begin(), counts.end()); }
@@ -110,21 +94,18 @@ std::string refusal_of_blocks(const Call& call, int ranks) {
 }
 
 void run_in_blocks(Comm& comm, Operation operation, const Call& call, void (*interrupt)()) {
+  set_count(operation, call, comm.size());
   const CallBlocks blocks(call, operation, comm.size());
   const BlockTable* const inputs = call.inputs ? &blocks.inputs : nullptr;
   const BlockTable* const outputs = call.outputs ? &blocks.outputs : nullptr;
-  const bool each_its_own =
-      operation.collective == Collective::all_to_all && call.inputs.counts != nullptr;
-  const BlockTable* const sized = call.inputs.counts != nullptr    ? inputs
-                                  : call.outputs.counts != nullptr ? outputs
-                                                                   : nullptr;
-  // In an all-to-all, the ranks do not know the largest block yet.
-  if (sized != nullptr) operation.count = each_its_own ? 0 : sized->largest();
   comm.begin(operation, call.input, call.output, interrupt);
-  if (each_its_own) {
+  if (each_its_own(call)) {
     comm.announce();
-    const Counts counts(comm, blocks);
-    if (const auto error = disagreement(comm, counts, units_of(operation))) {
+    const BlockCounts counts(comm.size(), blocks, [&](const Operation& gather, const Call& all) {
+      comm.begin_phase(gather, all.input, all.output);
+      all_gather(comm);
+    });
+    if (const auto error = counts.disagreement(comm, operation)) {
       fail_together(comm, operation, *error);
     }
     operation.count = counts.largest();

@@ -106,7 +106,10 @@ CollectiveError Comm::failure_of(std::uint64_t word) const {
 std::string Comm::disagreement(std::uint64_t word) const {
   if (reason_of(word) != Reason::mismatch || waiter_of(word) < 0) return {};
   const int receiver = index_of(waiter_of(word));
-  if (receiver < 0) return {};
+  if (receiver < 0) {
+    return "rank " + std::to_string(rank_of(word)) + " sent another size or dtype than rank " +
+           std::to_string(waiter_of(word)) + " receives";
+  }
   return p2p::describe(window_->control(receiver).disagreement, rank_of(word), waiter_of(word));
 }
 

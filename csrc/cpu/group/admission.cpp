@@ -9,16 +9,9 @@ namespace pycomm::cpu {
 std::string Group::refusal(const Call& call) const {
   const Operation& operation = call.operation;
   if (std::string why = refusal_of(call, size_); !why.empty()) return why;
-  if (call.inputs || call.outputs) {
-    if (internode_ != nullptr) return "blocks must follow each other in a group that spans nodes";
-    return refusal_of_blocks(call, size_);
-  }
+  if (call.inputs || call.outputs) return refusal_of_blocks(call, size_);
   if (internode_ != nullptr) {
     const Algorithm algorithm = operation.algorithm;
-    if (!spans_nodes(operation.collective)) {
-      return std::string(name_of(operation.collective)) +
-             " cannot run in a group that spans nodes: use torch.distributed's";
-    }
     if (operation.collective == Collective::all_reduce && algorithm != Algorithm::automatic &&
         algorithm != Algorithm::two_shot) {
       return std::string("algorithm must be auto or two_shot in a group that spans nodes, got ") +

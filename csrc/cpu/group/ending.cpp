@@ -23,8 +23,13 @@ void Group::leave() {
     comm_.leave();
   }
   // Without the lock, because a transport may run Python, and with it a handler that aborts.
-  if (internode_ != nullptr) internode_->leave();
+  if (internode_ == nullptr) return;
+  leave_messages();
+  internode_->leave();
 }
+
+// Ranks of other nodes may wait for messages of this one, although it has never sent any.
+void Group::leave_messages() { engine().leave(); }
 
 // Other ranks may use the memory for something else from now on.
 void Group::depart() {
@@ -113,15 +118,18 @@ void Group::close(void (*interrupt)()) {
   }
   if (shrunk_) stops_shrinking_ = true;
   std::exception_ptr interrupted;
-  try {
-    close_p2p(interrupt);
-    wait_until_idle(interrupt);
-  } catch (...) {
-    interrupted = std::current_exception();
-    abort();
-  }
+  const auto wait_in = [&](auto function) {
+    try {
+      function();
+    } catch (...) {
+      interrupted = std::current_exception();
+      abort();
+    }
+  };
+  wait_in([&] { wait_until_idle(interrupt); });
   if (worker_.joinable()) worker_.join();
-  const std::lock_guard lock(running_);  // waits for another thread's operation
+  const std::lock_guard lock(running_);    // waits for another thread's operation
+  wait_in([&] { close_p2p(interrupt); });  // last, because collectives may consist of messages
   leave();
   depart();
   if (interrupted) std::rethrow_exception(interrupted);

@@ -22,11 +22,13 @@ Group::Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> pee
       heap_(window_->heap(rank)),
       comm_(window_, std::move(peers), rank, size, cores, timeout, first_epoch) {}
 
-void Group::span(Nodes nodes, std::shared_ptr<Transport> transport, Clock::duration timeout) {
+void Group::span(Nodes nodes, std::shared_ptr<Transport> transport, std::shared_ptr<p2p::Port> port,
+                 Clock::duration timeout) {
   size_ = nodes.world();
   comm_.span(nodes.stripes(), [this] { return internode_->other_nodes(); });
   internode_ =
       std::make_unique<InternodeGroup>(comm_, std::move(nodes), std::move(transport), timeout);
+  port_ = std::move(port);
 }
 
 Group::~Group() { close(); }
@@ -206,7 +208,7 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
       comm_.begin(operation, call.input, call.output, interrupt, call.body->preflight());
       call.body->run(comm_);
     } else if (internode_ != nullptr) {
-      nonfinite = internode_->run(operation, call, interrupt);
+      nonfinite = internode_->run(operation, call, interrupt, [this] { return &engine(); });
     } else if (compresses) {
       nonfinite = operation.codec.kind == CodecKind::topk ? run_topk(operation, call, interrupt)
                                                           : run_blocks(operation, call, interrupt);
@@ -296,11 +298,19 @@ bool Group::run_topk(const Operation& operation, const Call& call, void (*interr
 
 p2p::Engine& Group::p2p() {
   check_usable();
+  p2p::Engine& made = engine();
+  if (closed_) check_usable();  // nobody would close it
+  return made;
+}
+
+// The engine, which is made at the first call.
+p2p::Engine& Group::engine() {
   const std::lock_guard lock(p2p_mutex_);
   if (p2p_ != nullptr) return *p2p_;
-  if (closed_) check_usable();  // nobody would close it
-  p2p_ = std::make_unique<p2p::Engine>(*window_, comm_, told_,
-                                       [this](const CollectiveError& error) { fail(error); });
+  std::optional<p2p::OtherNodes> others;
+  if (port_ != nullptr) others.emplace(internode_->nodes(), *port_, [this] { internode_->stop(); });
+  p2p_ = std::make_unique<p2p::Engine>(
+      *window_, comm_, told_, [this](const CollectiveError& error) { fail(error); }, others);
   return *p2p_;
 }
 

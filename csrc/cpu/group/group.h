@@ -34,8 +34,9 @@ class Group {
   ~Group();
   // Makes this one node's part of a group that spans nodes. Call it before the first operation.
   // `transport` connects this rank's stripe to the other nodes; null if this rank carries no
-  // stripe.
-  void span(Nodes nodes, std::shared_ptr<Transport> transport, Clock::duration timeout);
+  // stripe. `port` is where other ranks reach this one with messages, and knows their addresses.
+  void span(Nodes nodes, std::shared_ptr<Transport> transport, std::shared_ptr<p2p::Port> port,
+            Clock::duration timeout);
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
@@ -63,8 +64,8 @@ class Group {
     return submit({{operation, input, output, feedback}});
   }
 
-  // Point-to-point operations with another rank of this node, or with this one; independent of the
-  // collectives. recv() returns the source.
+  // Point-to-point operations with another rank, or with this one; independent of the collectives.
+  // recv() returns the source.
   void send(const void* data, const p2p::Envelope& envelope, const p2p::Options& options = {}) {
     p2p().send(data, envelope, options);
   }
@@ -80,8 +81,6 @@ class Group {
                         const p2p::Options& options = {}) {
     return p2p().irecv(data, envelope, options);
   }
-  // True if this rank can exchange messages with rank `rank`: both are on the same node.
-  bool supports_peer(int rank) const { return comm_.index_of(rank) >= 0; }
 
   // Throws if the group is unusable: the original error if no caller has received it yet, else
   // GroupUnusable.
@@ -206,7 +205,9 @@ class Group {
   bool p2p_idle();
   bool p2p_awaits(int rank);
   p2p::Engine& p2p();
+  p2p::Engine& engine();
   void close_p2p(void (*interrupt)());
+  void leave_messages();
   void depart();
   std::uint32_t subject_number() const {
     return has_subjects_.load(std::memory_order_relaxed) ? calling_subject()
@@ -242,6 +243,7 @@ class Group {
   Comm comm_;
   std::unique_ptr<TopkWorkspace> topk_;        // created at the first use
   std::unique_ptr<InternodeGroup> internode_;  // if the group spans nodes
+  std::shared_ptr<p2p::Port> port_;
   OperationLock running_;
   Details all_details_;  // of the operation that runs, if it has more than its call says
   std::atomic<bool> shrunk_{false};

@@ -1,5 +1,7 @@
 #include "cpu/internode/group.h"
 
+#include <cstring>
+
 #include "core/algorithms/run.h"
 #include "core/codecs/cast.h"
 #include "cpu/executor/loops.h"
@@ -7,7 +9,7 @@
 namespace pycomm::cpu {
 namespace {
 
-void move(void* to, const void* from, std::int64_t bytes) {
+void move_bytes(void* to, const void* from, std::int64_t bytes) {
   if (to == from || bytes == 0) return;
   copy({static_cast<std::byte*>(to), false}, static_cast<const std::byte*>(from), bytes);
 }
@@ -22,10 +24,31 @@ InternodeGroup::InternodeGroup(Comm& comm, Nodes nodes, std::shared_ptr<Transpor
   }
 }
 
-bool InternodeGroup::run(const Operation& operation, const Call& call, void (*interrupt)()) {
+bool InternodeGroup::run(Operation operation, const Call& call, void (*interrupt)(),
+                         const std::function<p2p::Engine*()>& messages) {
+  set_count(operation, call, nodes_.world());
+  traffic_ = {};
   begin(operation, interrupt);
-  if (operation.codec.kind != CodecKind::none) return compressed(operation, call);
-  if (owns_stripe()) link_->publish();
+  bool nonfinite = false;
+  if (operation.codec.kind != CodecKind::none) {
+    nonfinite = compressed(operation, call);
+  } else {
+    if (owns_stripe()) link_->publish();
+    run_plain(operation, call, messages, interrupt);
+  }
+  if (owns_stripe()) {
+    traffic_.sent += link_->traffic().sent;
+    traffic_.received += link_->traffic().received;
+  }
+  return nonfinite;
+}
+
+void InternodeGroup::run_plain(const Operation& operation, const Call& call,
+                               const std::function<p2p::Engine*()>& messages, void (*interrupt)()) {
+  if (moves_blocks(operation.collective)) {
+    return move_blocks(operation, call, *messages(), interrupt);
+  }
+  if (call.inputs || call.outputs) return in_equal_blocks(operation, call);
   switch (operation.collective) {
     case Collective::all_reduce:
       all_reduce(operation, call);
@@ -42,10 +65,12 @@ bool InternodeGroup::run(const Operation& operation, const Call& call, void (*in
     case Collective::barrier:
       barrier(operation);
       break;
-    default:  // refused by Group
+    case Collective::reduce:
+      reduce(operation, call);
+      break;
+    default:  // has run in another way
       break;
   }
-  return false;
 }
 
 // The ranks of this node announce the operation to each other.
@@ -68,7 +93,7 @@ Operation InternodeGroup::phase(const Operation& operation, std::int64_t count) 
 // Writes the node's sum of this rank's stripe to its place in the output.
 void InternodeGroup::reduce_to_stripes(const Operation& operation, std::int64_t count,
                                        const void* input, void* output) {
-  if (comm_.size() == 1) return move(output, input, count * size_of(operation.dtype));
+  if (comm_.size() == 1) return move_bytes(output, input, count * size_of(operation.dtype));
   comm_.begin_phase(phase(operation, count), input, output);
   pycomm::reduce_scatter(comm_, EvenStripes<Comm>{comm_, nodes_.stripes(), stripe_unit(operation)},
                          false);
@@ -85,11 +110,11 @@ Preflight InternodeGroup::gather_stripes(const Operation& operation, std::int64_
 }
 
 void InternodeGroup::exchange_plain(const Operation& operation, std::byte* data, bool reduces,
-                                    bool gathers) {
+                                    bool gathers, int to) {
   if (!owns_stripe()) return;
   gathers = gathers && !adds_everywhere(operation, nodes_, comm_.rank());
   PlainStages stages(*link_, operation,
-                     {data, owned_by_nodes(operation, nodes_, comm_.rank()), reduces, gathers},
+                     {data, owned_by_nodes(operation, nodes_, comm_.rank()), reduces, gathers, to},
                      scratch_.incoming);
   exchange(*link_, stages);
   link_->await_announcements();  // if no data was exchanged
@@ -101,6 +126,17 @@ void InternodeGroup::all_reduce(const Operation& operation, const Call& call) {
   gather_stripes(operation, operation.count, call.output);
 }
 
+// The ranks without a result have the sums of their stripes in a buffer.
+void InternodeGroup::reduce(const Operation& operation, const Call& call) {
+  const int to = nodes_.node_of(operation.root);
+  std::byte* const sums = comm_.number(comm_.rank()) == operation.root
+                              ? static_cast<std::byte*>(call.output)
+                              : scratch_.sums.bytes(operation.count * size_of(operation.dtype));
+  reduce_to_stripes(operation, operation.count, call.input, sums);
+  exchange_plain(operation, sums, true, true, to);
+  if (to == nodes_.here) gather_stripes(operation, operation.count, sums);
+}
+
 // Reorders blocks between rank order, as callers see them, and node order, in which they are
 // exchanged. Needed if the ranks of nodes are not consecutive.
 const std::byte* InternodeGroup::in_node_order(const void* blocks, std::int64_t bytes,
@@ -110,8 +146,8 @@ const std::byte* InternodeGroup::in_node_order(const void* blocks, std::int64_t 
   for (const auto& node : nodes_.ranks) {
     for (const int rank : node) {
       const std::int64_t by_rank = rank * bytes, by_node = place++ * bytes;
-      move(to + (from_rank_order ? by_node : by_rank), from + (from_rank_order ? by_rank : by_node),
-           bytes);
+      move_bytes(to + (from_rank_order ? by_node : by_rank),
+                 from + (from_rank_order ? by_rank : by_node), bytes);
     }
   }
   return to;
@@ -134,7 +170,7 @@ void InternodeGroup::reduce_scatter(const Operation& operation, const Call& call
   exchange_plain(operation, sums, true, false);
   std::byte* const here = sums + segment(nodes_.here, block) * element;
   gather_stripes(operation, nodes_.size(nodes_.here) * block, here);
-  move(call.output, here + comm_.rank() * block * element, block * element);
+  move_bytes(call.output, here + comm_.rank() * block * element, block * element);
 }
 
 void InternodeGroup::all_gather(const Operation& operation, const Call& call) {
@@ -144,7 +180,7 @@ void InternodeGroup::all_gather(const Operation& operation, const Call& call) {
                                   : scratch_.blocks.bytes(nodes_.world() * block * element);
   std::byte* const here = all + segment(nodes_.here, block) * element;
   if (comm_.size() == 1) {
-    move(here, call.input, block * element);
+    move_bytes(here, call.input, block * element);
   } else {
     comm_.begin_phase(operation, call.input, here);
     pycomm::all_gather(comm_);
@@ -195,6 +231,71 @@ void InternodeGroup::barrier(const Operation& operation) {
   if (owns_stripe()) link_->await_announcements();
   comm_.begin_phase(operation, nullptr, nullptr);
   comm_.announce();
+}
+
+void InternodeGroup::move_blocks(const Operation& operation, const Call& call, p2p::Engine& engine,
+                                 void (*interrupt)()) {
+  BlockMessages messages(comm_, nodes_, engine, operation, call);
+  barrier(operation);
+  if (call.inputs.counts != nullptr) check_counts(operation, messages.blocks());
+  messages.wait(interrupt);
+  traffic_ = messages.traffic();
+}
+
+// In an all-to-all, a rank knows only what it sends and expects.
+void InternodeGroup::check_counts(const Operation& operation, const CallBlocks& blocks) {
+  const BlockCounts counts(
+      nodes_.world(), blocks,
+      [this](const Operation& gather, const Call& call) { all_gather(gather, call); });
+  if (const auto error = counts.disagreement(comm_, operation)) fail_together(operation, *error);
+}
+
+// As on one node: no node fails before all ranks of all nodes have found the error.
+void InternodeGroup::fail_together(const Operation& operation, const CollectiveError& error) {
+  try {
+    comm_.begin_phase(operation, nullptr, nullptr);
+    comm_.announce();
+    if (owns_stripe()) tell_nodes({}, {});
+    cpu::fail_together(comm_, operation, error);
+  } catch (const CollectiveError& other) {
+    if (other.reason != error.reason) throw;
+    comm_.abort(abort_word(error.reason, error.rank));  // before messages end with another reason
+    throw error;
+  }
+}
+
+void InternodeGroup::in_equal_blocks(const Operation& operation, const Call& call) {
+  const std::int64_t block = operation.count * size_of(operation.dtype);
+  const CallBlocks blocks(call, operation, nodes_.world());
+  const auto bytes = [&](const BlockTable& table, int r) {
+    return table.counts[static_cast<std::size_t>(r)] * size_of(operation.dtype);
+  };
+  std::byte* const all = scratch_.listed.bytes((nodes_.world() + 1) * block);
+  std::byte* const mine = all + nodes_.world() * block;  // this rank's own
+  const int self = comm_.number(comm_.rank());
+  if (operation.collective == Collective::reduce_scatter) {
+    for (int r = 0; r < nodes_.world(); ++r) {
+      const std::int64_t n = bytes(blocks.inputs, r);
+      move_bytes(all + r * block, blocks.inputs.addresses[static_cast<std::size_t>(r)], n);
+      std::memset(all + r * block + n, 0, static_cast<std::size_t>(block - n));
+    }
+    Call equal = call;
+    equal.input = all;
+    equal.output = mine;
+    reduce_scatter(operation, equal);
+    return move_bytes(call.output, mine, bytes(blocks.inputs, self));
+  }
+  const std::int64_t n = bytes(blocks.outputs, self);
+  move_bytes(mine, call.input, n);
+  std::memset(mine + n, 0, static_cast<std::size_t>(block - n));
+  Call equal = call;
+  equal.input = mine;
+  equal.output = all;
+  all_gather(operation, equal);
+  for (int r = 0; r < nodes_.world(); ++r) {
+    move_bytes(blocks.outputs.addresses[static_cast<std::size_t>(r)], all + r * block,
+               bytes(blocks.outputs, r));
+  }
 }
 
 bool InternodeGroup::compressed(const Operation& operation, const Call& call) {
@@ -298,7 +399,7 @@ bool InternodeGroup::compressed_reduce_scatter(const Operation& operation, const
     agree(kNeutralPreflight);
   }
   found = gather_stripes(operation, ranks * block, here, found);
-  move(call.output, here + comm_.rank() * bytes, bytes);
+  move_bytes(call.output, here + comm_.rank() * bytes, bytes);
   return found.nonfinite != 0;
 }
 

@@ -15,11 +15,16 @@
 // the codec is applied to the tensors themselves, and the bits are those of a single node with as
 // many ranks.
 //
+// Reduce is an all-reduce whose last two phases only the root's node takes part in. Gather, scatter and
+// all-to-all move blocks from rank to rank (cpu/internode/blocks.h). Lists of tensors and blocks of
+// different sizes are copied to and from tensors with equal blocks, as large as the largest one.
+//
 // A compressed reduce-scatter has the phases of an uncompressed one. The node's sums stay in fp32, and
 // a stripe begins at a block of the codec. Between nodes, all parts are encoded, the node's own, too;
 // the sums are not encoded again.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "core/algorithms/stripes.h"
@@ -27,6 +32,7 @@
 #include "core/record.h"
 #include "cpu/codecs/topk_comm.h"
 #include "cpu/internode/aggregate.h"
+#include "cpu/internode/blocks.h"
 #include "cpu/internode/link.h"
 #include "cpu/internode/stages.h"
 
@@ -40,12 +46,13 @@ class InternodeGroup {
                  Clock::duration timeout);
 
   // Runs an operation whose algorithm has been chosen. For a compressed operation, returns true if
-  // a value was not finite.
-  bool run(const Operation& operation, const Call& call, void (*interrupt)());
+  // a value was not finite. `messages` returns this rank's engine.
+  bool run(Operation operation, const Call& call, void (*interrupt)(),
+           const std::function<p2p::Engine*()>& messages);
 
   const Nodes& nodes() const { return nodes_; }
-  // The traffic on this rank's link in the last operation.
-  LinkTraffic traffic() const { return link_ == nullptr ? LinkTraffic{} : link_->traffic(); }
+  // What this rank sent to other nodes and received from them in the last operation.
+  LinkTraffic traffic() const { return traffic_; }
   // Tells the other nodes that this node has been aborted.
   void tell() {
     if (link_ != nullptr) link_->tell();
@@ -73,12 +80,21 @@ class InternodeGroup {
   void all_gather(const Operation& operation, const Call& call);
   void broadcast(const Operation& operation, const Call& call);
   void barrier(const Operation& operation);
+  void reduce(const Operation& operation, const Call& call);
+  void run_plain(const Operation& operation, const Call& call,
+                 const std::function<p2p::Engine*()>& messages, void (*interrupt)());
+  void move_blocks(const Operation& operation, const Call& call, p2p::Engine& engine,
+                   void (*interrupt)());
+  void in_equal_blocks(const Operation& operation, const Call& call);
+  [[noreturn]] void fail_together(const Operation& operation, const CollectiveError& error);
+  void check_counts(const Operation& operation, const CallBlocks& blocks);
 
   void reduce_to_stripes(const Operation& operation, std::int64_t count, const void* input,
                          void* output);
   Preflight gather_stripes(const Operation& operation, std::int64_t count, void* data,
                            Preflight mine = {});
-  void exchange_plain(const Operation& operation, std::byte* data, bool reduces, bool gathers);
+  void exchange_plain(const Operation& operation, std::byte* data, bool reduces, bool gathers,
+                      int to = kAllNodes);
   std::int64_t segment(int node, std::int64_t block) const { return nodes_.before(node) * block; }
   const std::byte* in_node_order(const void* blocks, std::int64_t bytes);
   const std::byte* in_node_order(const void* blocks, std::int64_t bytes, bool from_rank_order,
@@ -107,8 +123,9 @@ class InternodeGroup {
   std::vector<std::int64_t> list_lengths_;
   std::vector<std::byte> verdicts_;  // one per node
   AggregateMemory aggregate_memory_;
+  LinkTraffic traffic_;
   struct {
-    Scratch incoming, blocks, sums;
+    Scratch incoming, blocks, sums, listed;
   } scratch_;
 };
 

@@ -58,8 +58,10 @@ Batch PlainStages::reduced(std::int64_t t) const {
   for (int m = 0; m < link_.size(); ++m) {
     if (m == link_.rank()) continue;
     const Range theirs = piece(t, m);
-    if (mine.count > 0) batch.sends.push_back(transfer(m, at(mine), mine));
-    if (theirs.count > 0) batch.receives.push_back(transfer(m, at(theirs), theirs));
+    if (mine.count > 0 && gets_result(m)) batch.sends.push_back(transfer(m, at(mine), mine));
+    if (theirs.count > 0 && gets_result(link_.rank())) {
+      batch.receives.push_back(transfer(m, at(theirs), theirs));
+    }
   }
   return batch;
 }

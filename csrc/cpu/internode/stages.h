@@ -35,18 +35,21 @@ struct OwnedRanges {
   Range piece(std::int64_t t, int node) const;
 };
 
+inline constexpr int kAllNodes = -1;
+
 // A plain tensor, sent from its memory and received in place.
 class PlainStages {
  public:
   // `owned` is the range of `data` that each node owns. `reduces`: owned elements become the sums
   // of all nodes' contributions, which each node has at the same place in its `data`. `gathers`:
-  // all nodes receive the owned elements, in place. Tiles overlap only if they are reduced, so
+  // all nodes receive the owned elements, in place, or only node `to`. Tiles overlap only if they are reduced, so
   // without that transfers are as large as they may be: each costs a wake-up.
   struct Work {
     std::byte* data;
     std::vector<Range> owned;
     bool reduces;
     bool gathers;
+    int to = kAllNodes;
   };
 
   PlainStages(Link& link, const Operation& operation, Work work, Scratch& scratch);
@@ -63,6 +66,7 @@ class PlainStages {
 
  private:
   Range piece(std::int64_t t, int node) const { return ranges_.piece(t, node); }
+  bool gets_result(int node) const { return work_.to == kAllNodes || work_.to == node; }
   Transfer transfer(int to, std::byte* data, const Range& range) const {
     return {to, data, range.count * element_size_};
   }

@@ -29,24 +29,25 @@ std::string Request::describe() const {
 }
 
 Engine::Engine(Window& window, Comm& comm, std::shared_ptr<std::atomic<bool>> told,
-               std::function<void(const CollectiveError&)> failed)
+               std::function<void(const CollectiveError&)> failed, std::optional<OtherNodes> others)
     : forks_(current_forks()),
-      node_{window, comm},
+      others_(std::move(others)),
+      node_{window, comm, others_ ? &others_->port : nullptr},
       told_(std::move(told)),
       failed_(std::move(failed)) {
   for (int r = 0; r < comm.size(); ++r) {
     incoming_.emplace_back(node_, matcher_, r);
     outgoing_.emplace_back(node_, r);
   }
+  if (others_) streams_.emplace(node_, matcher_, others_->nodes, others_->port);
 }
 
 RequestPtr Engine::make(bool receives, void* data, const Envelope& envelope,
                         const Options& options) {
-  const int size = node_.comm.peers().count();
-  const bool any = receives && envelope.peer == kAnySource;
-  PYCOMM_CHECK(any ? size == node_.comm.size() : node_.comm.index_of(envelope.peer) >= 0,
-               std::string(receives ? "src" : "dst") + " must be a rank of this node, got " +
-                   std::to_string(envelope.peer));
+  PYCOMM_CHECK(
+      (receives && envelope.peer == kAnySource) || (envelope.peer >= 0 && envelope.peer < world()),
+      std::string(receives ? "src" : "dst") + " must be a rank of the group, from 0 to " +
+          std::to_string(world() - 1) + ", got " + std::to_string(envelope.peer));
   PYCOMM_CHECK(is_element(envelope.element) && envelope.bytes >= 0 &&
                    envelope.bytes <= kMostBytes && (data != nullptr || envelope.bytes == 0),
                "a message must have memory and a known dtype");
@@ -55,7 +56,7 @@ RequestPtr Engine::make(bool receives, void* data, const Envelope& envelope,
   request->receives = receives;
   request->data = static_cast<std::byte*>(data);
   request->envelope = envelope;
-  request->peer = any ? kAnySource : node_.comm.index_of(envelope.peer);
+  request->peer = envelope.peer;
   request->callback = options.callback;
   request->timeout = options.timeout != Clock::duration{} ? options.timeout : node_.comm.patience();
   request->always_timed = options.always_timed;
@@ -66,13 +67,15 @@ RequestPtr Engine::make(bool receives, void* data, const Envelope& envelope,
 // Posts a request and leaves it to a thread that waits, or to the engine's.
 void Engine::start(const RequestPtr& request, bool inline_wait) {
   Lock lock(mutex_);
-  if (ended_) throw GroupUnusable("group is closed or has failed");
+  const bool failed = node_.comm.aborted() != 0;  // then the request gets the error
+  if (ended_ && !failed) throw GroupUnusable("group is closed");
   // Before the request is known to anyone, because this may throw. A small send needs no thread,
   // unless the ring is full; an error then fails the group.
   const bool small_send = !request->receives && request->envelope.bytes <= kEagerBytes;
   if (!inline_wait && !small_send) start_thread();
-  if (!request->receives && request->peer != node_.rank()) {
-    outgoing_[static_cast<std::size_t>(request->peer)].open();
+  const int here = node_.comm.index_of(request->peer);
+  if (!request->receives && here >= 0 && here != node_.rank()) {
+    outgoing_[static_cast<std::size_t>(here)].open();
   }
   request->number = ++count_;
   node_.requests.add(request);
@@ -91,51 +94,57 @@ void Engine::start_thread() {
 }
 
 void Engine::post_send(const RequestPtr& request) {
-  if (request->peer == node_.rank()) return send_to_self(request);
-  outgoing_[static_cast<std::size_t>(request->peer)].post(request);
+  const int here = node_.comm.index_of(request->peer);
+  if (here < 0) return streams_->post_send(request);
+  if (here == node_.rank()) return send_to_self(request);
+  outgoing_[static_cast<std::size_t>(here)].post(request);
 }
 
 // A message to this rank waits in private memory, so that it needs no second thread.
 void Engine::send_to_self(const RequestPtr& request) {
-  const auto& [peer, tag, element, bytes] = request->envelope;
-  const int self = node_.rank();
-  const Frame frame{0, FrameKind::eager, element, tag, 0, bytes, kNotInWindow};
-  if (const RequestPtr receive = matcher_.take_receive(self, tag)) {
-    node_.check_match(self, frame, *receive);
+  const auto& [peer, tag, element, bytes, channel] = request->envelope;
+  const Frame frame{0, FrameKind::eager, element, tag, 0, bytes, kNotInWindow, channel};
+  if (const RequestPtr receive = matcher_.take_receive(peer, frame)) {
+    node_.check_match(peer, frame, *receive);
     if (bytes > 0) std::memcpy(receive->data, request->data, static_cast<std::size_t>(bytes));
     receive->source = peer;
     node_.requests.complete(receive);
   } else {
-    matcher_.keep(Arrival{self, frame, {request->data, request->data + bytes}});
+    matcher_.keep(Arrival{peer, frame, {request->data, request->data + bytes}});
   }
   node_.requests.complete(request);
 }
 
 void Engine::post_receive(const RequestPtr& request) {
-  std::optional<Arrival> arrival = matcher_.take_arrival(request->peer, request->envelope.tag);
-  if (!arrival) return matcher_.keep(request);
+  std::optional<Arrival> arrival = matcher_.take_arrival(request->envelope);
+  if (!arrival) {
+    if (streams_) streams_->expect(request->peer);
+    return matcher_.keep(request);
+  }
   if (arrival->frame.kind == FrameKind::announce) {
-    incoming_[static_cast<std::size_t>(arrival->source)].accept(request, arrival->frame);
-    progress_with(arrival->source);
+    const int here = node_.comm.index_of(arrival->source);
+    if (here < 0) return streams_->accept(request, arrival->frame, arrival->source);
+    incoming_[static_cast<std::size_t>(here)].accept(request, arrival->frame);
+    progress_with(here);
     return;
   }
   node_.check_match(arrival->source, arrival->frame, *request);
   if (!arrival->payload.empty()) {
     std::memcpy(request->data, arrival->payload.data(), arrival->payload.size());
   }
-  request->source = node_.comm.number(arrival->source);
+  request->source = arrival->source;
   node_.requests.complete(request);
 }
 
 RequestPtr Engine::isend(const void* data, const Envelope& envelope, const Options& options) {
   RequestPtr request = make(false, const_cast<void*>(data), envelope, options);
-  start(request, false);
+  start(request, options.waited_for);
   return request;
 }
 
 RequestPtr Engine::irecv(void* data, const Envelope& envelope, const Options& options) {
   RequestPtr request = make(true, data, envelope, options);
-  start(request, false);
+  start(request, options.waited_for);
   return request;
 }
 
@@ -157,12 +166,11 @@ bool Engine::idle() {
   return node_.requests.pending().empty();
 }
 
-bool Engine::awaits(int number) {
+bool Engine::awaits(int rank) {
   Lock lock(mutex_);
-  guarded(lock, [this] { return progress(); });  // what rank `number` has sent may not be taken yet
-  const int r = node_.comm.index_of(number);
+  while (guarded(lock, [this] { return progress(); })) continue;  // what it has sent counts
   for (const RequestPtr& request : node_.requests.pending()) {
-    const bool from = request->peer == r || (request->peer == kAnySource && incoming_.size() == 2);
+    const bool from = request->peer == rank || (request->peer == kAnySource && world() == 2);
     if (request->receives && request->waiters > 0 && from && !request->matched) return true;
   }
   return false;
@@ -188,6 +196,12 @@ void Engine::close(void (*interrupt)()) {
   lock.unlock();
   if (thread_.joinable()) thread_.join();
   if (interrupted) std::rethrow_exception(interrupted);
+}
+
+void Engine::leave() {
+  const Lock lock(mutex_);
+  ended_ = true;
+  if (streams_) streams_->leave(node_.comm.aborted() == 0);
 }
 
 }  // namespace pycomm::cpu::p2p

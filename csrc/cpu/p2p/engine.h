@@ -1,10 +1,11 @@
-// The point-to-point engine of one rank: sends and receives between ranks that share a window.
+// The point-to-point engine of one rank: sends and receives between ranks, of one node in shared
+// memory, of different nodes over TCP (cpu/p2p/streams.h).
 //
 // An operation proceeds when a thread of this rank lets it: a thread that calls or waits for one
 // drives all of them. If an asynchronous operation is pending and no thread waits, a thread of the
 // engine does it. The protocol is described in docs/algorithms.md#point-to-point.
 //
-// Thread-safe. Ranks are numbered as in the whole group, and must be on this node.
+// Thread-safe. Ranks are numbered as in the whole group.
 #pragma once
 
 #include <condition_variable>
@@ -12,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "core/errors.h"
@@ -21,15 +23,25 @@
 #include "cpu/p2p/node.h"
 #include "cpu/p2p/outgoing.h"
 #include "cpu/p2p/request.h"
+#include "cpu/p2p/streams.h"
 
 namespace pycomm::cpu::p2p {
+
+// How an engine reaches other nodes, if the group spans nodes.
+struct OtherNodes {
+  const Nodes& nodes;
+  Port& port;
+  // After an abort: has all nodes agree on the rank to blame.
+  std::function<void()> stop;
+};
 
 class Engine {
  public:
   // `failed` is called once, with the first operation's error, when the engine has failed. `told`
   // is set when a caller gets the error.
   Engine(Window& window, Comm& comm, std::shared_ptr<std::atomic<bool>> told,
-         std::function<void(const CollectiveError&)> failed);
+         std::function<void(const CollectiveError&)> failed,
+         std::optional<OtherNodes> others = std::nullopt);
   ~Engine() { close(nullptr); }
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -43,11 +55,13 @@ class Engine {
 
   // True if no operation is pending.
   bool idle();
-  // True if a thread waits here for a message that rank `number` has not sent.
-  bool awaits(int number);
+  // True if a thread waits here for a message that this rank has not sent.
+  bool awaits(int rank);
   // Completes all operations and ends the thread; afterwards the engine refuses operations. If
   // `interrupt` throws, the group is aborted.
   void close(void (*interrupt)());
+  // Tells ranks of other nodes that this one leaves the group. The others see it in the window.
+  void leave();
 
  private:
   friend struct Request;
@@ -76,15 +90,20 @@ class Engine {
   // lock.
   bool guarded(Lock& lock, const std::function<bool()>& work);
   bool progress();
-  bool progress_with(int r);
+  bool progress_with(int r);  // by its index on this node
+  bool progress_between_nodes();
   void doze(Lock& lock, Clock::duration most);
   void look(Clock::time_point now);
-  void look_for_the_gone();
-  bool needs(int r, bool died) const;
+  void look_for_the_gone(Clock::duration time);
+  [[noreturn]] void stop_with(std::uint64_t word, const std::string& cause);
+  bool needs(int rank, bool died) const;
+  void check_gone(int rank, bool died);
   // `time` is the time in which this rank could run.
   void check_deadlines(Clock::time_point now, Clock::duration time);
   [[noreturn]] void time_out(const Request& request, Clock::duration time);
   Control& mine() const { return node_.window.control(node_.rank()); }
+  int self() const { return node_.comm.number(node_.rank()); }
+  int world() const { return node_.comm.peers().count(); }
 
   void fail(const std::string& cause);
   void retreat();
@@ -94,10 +113,12 @@ class Engine {
 
   const unsigned forks_;
   std::mutex mutex_;
+  const std::optional<OtherNodes> others_;
   Node node_;
   Matcher matcher_;
-  std::deque<Incoming> incoming_;  // by rank
+  std::deque<Incoming> incoming_;  // by index on this node
   std::deque<Outgoing> outgoing_;
+  std::optional<Streams> streams_;  // with ranks of other nodes
   const std::shared_ptr<std::atomic<bool>> told_;
   const std::function<void(const CollectiveError&)> failed_;
   std::uint32_t count_ = 0;  // operations so far

@@ -18,13 +18,14 @@ void Request::rethrow() {
 void Engine::fail(const std::string& cause) {
   ended_ = true;
   retreat();
-  const std::uint64_t word = node_.comm.aborted();
+  if (others_) others_->stop();
+  const std::uint64_t word = node_.comm.decided_word();
   const auto group = node_.comm.report();
   while (!node_.requests.pending().empty()) {
     const RequestPtr request = node_.requests.pending().front();
     CollectiveError error = failure_of(word, *request, cause);
     error.group = group;
-    failed_(error);  // the first one counts
+    if (request->envelope.channel == Channel::program) failed_(error);  // the first one counts
     request->error = std::make_exception_ptr(error);
     node_.requests.complete(request);
   }

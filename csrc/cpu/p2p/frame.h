@@ -1,5 +1,6 @@
-// What ranks of a node write to each other to move messages: frames, from a message's sender to its
-// receiver, and answers, which go back.
+// What ranks write to each other to move messages: frames, from a message's sender to its receiver,
+// and answers, which go back. On one node they lie in shared memory (cpu/p2p/ring.h), between nodes
+// they are streams of bytes (cpu/p2p/stream.h).
 //
 // Parsers trust no byte. They throw std::invalid_argument that says what is wrong.
 #pragma once
@@ -22,22 +23,27 @@ inline constexpr std::int64_t kMostBytes = std::int64_t{1} << 60;
 // True if a value, possibly from another process, is the type of a message's elements.
 constexpr bool is_element(Element element) { return is_known(element) && element != Element::same; }
 
+// The messages of a program, and those of which collectives consist. They never match each other.
+enum class Channel : std::uint8_t { program, collective };
+
 enum class FrameKind : std::uint8_t {
   eager,     // a message, with its bytes
   announce,  // a message; its bytes follow when the receiver has accepted it
   data,      // the next bytes of an accepted message
-  written    // the sender has written an accepted message where the receiver wants it
+  written,   // the sender has written an accepted message where the receiver wants it
+  left       // between nodes: the sender leaves the group, this is its last frame
 };
 
 // Begins a frame. The payload of eager messages and of data follows; it is padded to whole lines.
 struct alignas(kLine) Frame {
-  std::uint32_t context;  // Window::id
+  std::uint32_t context;  // Window::id; between nodes kStreamContext
   FrameKind kind;
   Element element;
   std::int32_t tag;
   std::uint64_t message;  // the number of the message from this sender to this receiver
   std::int64_t bytes;     // of the message; for data, of its payload
   std::int64_t offset;    // announced: the place of the bytes in the sender's heap
+  Channel channel = Channel::program;
 };
 static_assert(sizeof(Frame) == kLine);
 
@@ -62,6 +68,7 @@ inline void check_frame(const Frame& frame, std::uint32_t context, std::int64_t 
   PYCOMM_CHECK(frame.context == context, "a frame is not one of this group");
   PYCOMM_CHECK(frame.kind <= FrameKind::written && is_element(frame.element),
                "a frame is of no kind");
+  PYCOMM_CHECK(frame.channel <= Channel::collective, "a frame is on no channel");
   PYCOMM_CHECK(frame.bytes >= 0 && frame.bytes <= kMostBytes, "a message has an impossible size");
   if (frame.kind == FrameKind::eager || frame.kind == FrameKind::data) {
     const std::int64_t most = frame.kind == FrameKind::eager ? kEagerBytes : kDataBytes;
@@ -71,9 +78,28 @@ inline void check_frame(const Frame& frame, std::uint32_t context, std::int64_t 
   if (frame.kind == FrameKind::announce) check_place(frame.offset, frame.bytes, heap);
 }
 
+// Between nodes, an introduction says once who sends (core/message.h).
+inline constexpr std::uint32_t kStreamContext = 0;
+// The most payload of a frame with a part of a message, between nodes.
+inline constexpr std::int64_t kStreamedBytes = 1 << 20;
+
+// Checks a frame that has arrived from another node.
+inline void check_streamed_frame(const Frame& frame) {
+  const bool data = frame.kind == FrameKind::data;
+  PYCOMM_CHECK(frame.context == kStreamContext, "a frame is not one between nodes");
+  PYCOMM_CHECK(
+      (frame.kind <= FrameKind::data || frame.kind == FrameKind::left) && is_element(frame.element),
+      "a frame is of no kind");
+  PYCOMM_CHECK(frame.channel <= Channel::collective, "a frame is on no channel");
+  PYCOMM_CHECK(frame.bytes >= (data ? 1 : 0) && frame.bytes <= kMostBytes,
+               "a message has an impossible size");
+  PYCOMM_CHECK(payload_of(frame) <= (data ? kStreamedBytes : kEagerBytes), "a frame is too long");
+}
+
 enum class AnswerKind : std::uint32_t {
   accept,  // the receiver has a place for the message
-  taken    // the receiver has read the message from the sender's heap
+  taken,   // the receiver has read the message from the sender's heap
+  left     // between nodes: the receiver leaves the group, this is its last answer
 };
 
 struct Answer {

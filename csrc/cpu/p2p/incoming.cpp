@@ -42,30 +42,32 @@ void Incoming::take(const Frame& frame) {
       return take_data(frame);
     case FrameKind::written:
       return take_written(frame);
+    case FrameKind::left:  // check_frame() has refused it
+      return;
   }
   if (frame.kind == FrameKind::eager) return take_eager(frame);
-  if (RequestPtr receive = matcher_.take_receive(from_, frame.tag)) {
+  if (RequestPtr receive = matcher_.take_receive(number(), frame)) {
     accept(std::move(receive), frame);
   } else {
-    matcher_.keep(Arrival{from_, frame, {}});
+    matcher_.keep(Arrival{number(), frame, {}});
   }
 }
 
 void Incoming::take_eager(const Frame& frame) {
-  if (const RequestPtr receive = matcher_.take_receive(from_, frame.tag)) {
-    node_.check_match(from_, frame, *receive);
+  if (const RequestPtr receive = matcher_.take_receive(number(), frame)) {
+    node_.check_match(number(), frame, *receive);
     ring_->read_payload(frame, receive->data);
     return complete(receive);
   }
-  Arrival arrival{from_, frame, std::vector<std::byte>(static_cast<std::size_t>(frame.bytes))};
+  Arrival arrival{number(), frame, std::vector<std::byte>(static_cast<std::size_t>(frame.bytes))};
   ring_->read_payload(frame, arrival.payload.data());
   matcher_.keep(std::move(arrival));
 }
 
 void Incoming::accept(RequestPtr receive, const Frame& announced) {
-  node_.check_match(from_, announced, *receive);
+  node_.check_match(number(), announced, *receive);
   receive->matched = true;
-  receive->peer = from_;
+  receive->peer = number();
   receive->since = Request::kUnset;
   if (announced.offset != kNotInWindow) {
     const std::byte* const data = node_.window.in_heap(from_, announced.offset, announced.bytes);
@@ -132,7 +134,7 @@ bool Incoming::send_answers() {
 }
 
 void Incoming::complete(const RequestPtr& receive) {
-  receive->source = node_.comm.number(from_);
+  receive->source = number();
   node_.requests.complete(receive);
 }
 

@@ -47,6 +47,7 @@ class Incoming {
   bool read_directly();
   bool send_answers();
   void complete(const RequestPtr& receive);
+  int number() const { return node_.comm.number(from_); }
 
   Node& node_;
   Matcher& matcher_;

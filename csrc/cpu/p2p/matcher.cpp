@@ -5,12 +5,12 @@
 
 namespace pycomm::cpu::p2p {
 
-RequestPtr Matcher::take_receive(int source, std::int32_t tag) {
-  const auto known = tags_.find(tag);
+RequestPtr Matcher::take_receive(int source, const Frame& frame) {
+  const auto known = tags_.find(key(frame.channel, frame.tag));
   if (known == tags_.end()) return nullptr;
   auto& receives = known->second.receives;
   const auto found = std::find_if(receives.begin(), receives.end(), [&](const RequestPtr& r) {
-    return r->peer == source || r->peer == kAnySource;
+    return fits(r->envelope, r->peer, source, frame);
   });
   if (found == receives.end()) return nullptr;
   RequestPtr receive = std::move(*found);
@@ -19,12 +19,12 @@ RequestPtr Matcher::take_receive(int source, std::int32_t tag) {
   return receive;
 }
 
-std::optional<Arrival> Matcher::take_arrival(int source, std::int32_t tag) {
-  const auto known = tags_.find(tag);
+std::optional<Arrival> Matcher::take_arrival(const Envelope& wanted) {
+  const auto known = tags_.find(key(wanted.channel, wanted.tag));
   if (known == tags_.end()) return {};
   auto& arrivals = known->second.arrivals;
   const auto found = std::find_if(arrivals.begin(), arrivals.end(), [&](const Arrival& arrival) {
-    return arrival.source == source || source == kAnySource;
+    return fits(wanted, wanted.peer, arrival.source, arrival.frame);
   });
   if (found == arrivals.end()) return {};
   std::optional<Arrival> arrival = std::move(*found);
@@ -34,11 +34,12 @@ std::optional<Arrival> Matcher::take_arrival(int source, std::int32_t tag) {
 }
 
 void Matcher::keep(RequestPtr receive) {
-  tags_[receive->envelope.tag].receives.push_back(std::move(receive));
+  tags_[key(receive->envelope.channel, receive->envelope.tag)].receives.push_back(
+      std::move(receive));
 }
 
 void Matcher::keep(Arrival arrival) {
-  tags_[arrival.frame.tag].arrivals.push_back(std::move(arrival));
+  tags_[key(arrival.frame.channel, arrival.frame.tag)].arrivals.push_back(std::move(arrival));
 }
 
 }  // namespace pycomm::cpu::p2p

@@ -17,7 +17,7 @@ void Node::check_match(int source, const Frame& frame, const Request& receive) c
   if (frame.bytes == wanted.bytes && frame.element == wanted.element) return;
   window.control(rank()).disagreement = {frame.bytes, wanted.bytes, wanted.tag, frame.element,
                                          wanted.element};
-  comm.abort(mismatch_word(comm.number(source), comm.number(rank())));
+  comm.abort(mismatch_word(source, comm.number(rank())));
   throw Stopped();
 }
 

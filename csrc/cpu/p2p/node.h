@@ -7,6 +7,7 @@
 
 #include "cpu/executor/comm.h"
 #include "cpu/memory/window.h"
+#include "cpu/p2p/port.h"
 #include "cpu/p2p/request.h"
 
 namespace pycomm::cpu::p2p {
@@ -40,6 +41,7 @@ class Requests {
 struct Node {
   Window& window;
   Comm& comm;
+  const Port* port = nullptr;  // if the group spans nodes
   Requests requests = {};
 
   int rank() const { return comm.rank(); }
@@ -49,14 +51,18 @@ struct Node {
   // Wakes rank r if it sleeps; call it after what it waits for has been stored in sequentially
   // consistent order.
   void wake(int r) const {
-    Control& theirs = window.control(r);
-    if (theirs.p2p_asleep.load() != 0) theirs.p2p_bell.ring();
+    if (window.control(r).p2p_asleep.load() != 0) ring(r);
+  }
+  // Rank r sleeps on its bell, or, if messages also come from other nodes, on its sockets.
+  void ring(int r) const {
+    port == nullptr ? window.control(r).p2p_bell.ring() : port->knock(comm.number(r));
   }
   // Copies between this rank's memory and another rank's heap. Either this rank sees an abort here,
   // or the rank that fails sees that this one uses its memory: both write first and read
   // afterwards, in one total order.
   void copy_in_peers_heap(std::byte* to, const std::byte* from, std::int64_t bytes) const;
-  // Checks that a message and the receive that it matches agree. Aborts the group if not.
+  // Checks that a message and the receive that it matches agree. Aborts the group if not. `source`
+  // is the sender's number in the whole group.
   void check_match(int source, const Frame& frame, const Request& receive) const;
 };
 

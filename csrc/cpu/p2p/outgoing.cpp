@@ -39,7 +39,8 @@ void Outgoing::publish() {
 Frame Outgoing::frame(FrameKind kind, std::uint64_t message, const Request& request,
                       std::int64_t bytes) const {
   const Envelope& envelope = request.envelope;
-  return {node_.window.id(), kind, envelope.element, envelope.tag, message, bytes, kNotInWindow};
+  return {node_.window.id(), kind,  envelope.element, envelope.tag,
+          message,           bytes, kNotInWindow,     envelope.channel};
 }
 
 // Sends small messages and announces large ones, in the order of the calls.

@@ -22,6 +22,7 @@ struct Envelope {
   std::int32_t tag;
   Element element;
   std::int64_t bytes;
+  Channel channel = Channel::program;
 };
 
 // Called once when a request has completed or failed, on the thread that completes it, without a
@@ -39,6 +40,8 @@ struct Options {
   Callback callback = {};
   // The timeout also counts while no thread waits for the request.
   bool always_timed = false;
+  // The caller will soon wait for the request, so no other thread needs to drive it.
+  bool waited_for = false;
 };
 
 // Callers use the methods and the source only.
@@ -62,7 +65,7 @@ struct Request {
   bool receives = false;
   std::byte* data = nullptr;
   Envelope envelope = {};
-  int peer = 0;  // by its index on this node, or kAnySource
+  int peer = 0;  // the envelope's, or the source that a message for any source has come from
   std::uint32_t number = 0;
   Callback callback = {};
 

@@ -75,7 +75,8 @@ bool Engine::await(Request& request, Clock::time_point until, void (*interrupt)(
     Waiter(Engine& engine, Request& request) : engine(engine), request(request) {
       ++engine.waiters_;
       if (++request.waiters == 1 && !request.always_timed) request.since = Request::kUnset;
-      if (engine.dozing_ > 0) engine.mine().p2p_bell.ring();  // the engine's thread gives way
+      // The engine's thread gives way.
+      if (engine.dozing_ > 0) engine.node_.ring(engine.node_.rank());
     }
     ~Waiter() {
       --request.waiters;
@@ -150,7 +151,7 @@ void Engine::doze(Lock& lock, Clock::duration most) {
   ++dozing_;
   if (!guarded(lock, [this] { return progress(); })) {
     const Released released(lock);
-    control.p2p_bell.sleep(rung, most);
+    streams_ ? streams_->sleep(most) : control.p2p_bell.sleep(rung, most);
   }
   --dozing_;
   control.p2p_asleep.fetch_sub(1);
@@ -192,7 +193,7 @@ bool Engine::guarded(Lock& lock, const std::function<bool()>& work) {
 bool Engine::progress() {
   if (node_.requests.pending().empty()) return false;
   if (node_.comm.aborted() != 0) throw Stopped();
-  bool moved = false;
+  bool moved = progress_between_nodes();  // first, because this forgets knocks of this node's ranks
   for (int r = 0; r < node_.comm.size(); ++r) moved |= progress_with(r);
   return moved;
 }
@@ -204,36 +205,52 @@ bool Engine::progress_with(int r) {
     const bool moved = incoming_[index].progress();
     return outgoing_[index].progress() || moved;
   } catch (const std::invalid_argument& error) {
-    const std::uint64_t word = abort_word(Reason::malformed, node_.comm.number(r));
-    node_.comm.abort(word);
-    if (node_.comm.aborted() == word) cause_ = error.what();
-    throw Stopped();
+    stop_with(abort_word(Reason::malformed, node_.comm.number(r)), error.what());
   }
+}
+
+bool Engine::progress_between_nodes() {
+  if (!streams_) return false;
+  try {
+    return streams_->progress();
+  } catch (const Streams::Malformed& error) {
+    stop_with(abort_word(Reason::malformed, error.rank), error.what());
+  }
+}
+
+void Engine::stop_with(std::uint64_t word, const std::string& cause) {
+  node_.comm.abort(word);
+  if (node_.comm.aborted() == word) cause_ = cause;
+  throw Stopped();
 }
 
 void Engine::look(Clock::time_point now) {
   const Clock::duration time = clock_.until(now);
   if (now < look_at_ || node_.requests.pending().empty()) return;
   look_at_ = now + kLookEvery;
-  look_for_the_gone();
+  look_for_the_gone(time);
   check_deadlines(now, time);
 }
 
 // A rank that has left or died sends nothing more, but what it has sent counts.
-void Engine::look_for_the_gone() {
+void Engine::look_for_the_gone(Clock::duration time) {
   const Comm& comm = node_.comm;
   const auto check = [&](int r, bool died) {
     while (progress_with(r)) continue;
-    if (!needs(r, died)) return;
-    node_.comm.abort(Reason::peer_died, r);
-    throw Stopped();
+    check_gone(comm.number(r), died);
   };
   int here = 1;  // ranks that have not left
   for (int r = 0; r < comm.size(); ++r) {
     if (r == node_.rank()) continue;
     comm.left(r) ? check(r, false) : void(++here);
   }
-  if (here == 1 && comm.size() > 1) check((node_.rank() + 1) % comm.size(), true);
+  for (int rank = 0; streams_ && rank < world(); ++rank) {
+    if (!streams_->reach(rank)) continue;
+    while (streams_->end_of(rank, time) && progress_between_nodes()) continue;
+    const std::optional<Streams::End> end = streams_->end_of(rank, time);
+    end ? check_gone(rank, *end == Streams::End::died) : void(++here);
+  }
+  if (here == 1 && world() > 1) check_gone((self() + 1) % world(), true);
   comm.peers().find_ended([&](int r) { check(r, !comm.left(r)); });
   looked_at_ = (looked_at_ + 1) % comm.size();  // one per call: each costs a system call
   // A process that has ended normally has no lock any more, either.
@@ -242,12 +259,17 @@ void Engine::look_for_the_gone() {
   }
 }
 
-// True if a pending request needs rank r. A receive from any source needs every rank that has not
+// A rank is gone, and all that it has sent has been taken.
+void Engine::check_gone(int rank, bool died) {
+  if (needs(rank, died)) stop_with(abort_word(Reason::peer_died, rank), {});
+}
+
+// True if a pending request needs a rank. A receive from any source needs every rank that has not
 // said that it leaves.
-bool Engine::needs(int r, bool died) const {
+bool Engine::needs(int rank, bool died) const {
   const auto& pending = node_.requests.pending();
   return std::any_of(pending.begin(), pending.end(), [&](const RequestPtr& request) {
-    return request->peer == r || (request->peer == kAnySource && died);
+    return request->peer == rank || (request->peer == kAnySource && died);
   });
 }
 
@@ -259,18 +281,18 @@ void Engine::check_deadlines(Clock::time_point now, Clock::duration time) {
     if (time - request->since > request->timeout) time_out(*request, time - request->since);
     if (request->waiters > 0) waits = request.get();
   }
-  const std::uint64_t word = waits == nullptr ? 0 : message_wait_word(waits->peer, now);
+  const std::uint64_t word =
+      waits == nullptr ? 0 : message_wait_word(node_.comm.index_of(waits->peer), now);
   mine().p2p_waiting.store(word, std::memory_order_release);
 }
 
 void Engine::time_out(const Request& request, Clock::duration time) {
-  Comm& comm = node_.comm;
-  const int self = comm.number(node_.rank());
+  const Comm& comm = node_.comm;
   const double seconds = std::chrono::duration<double>(time).count();
-  comm.abort(request.peer == kAnySource
-                 ? any_source_timeout_word(self, seconds)
-                 : timeout_word(comm.number(comm.culprit(request.peer)), self, seconds));
-  throw Stopped();
+  if (request.peer == kAnySource) stop_with(any_source_timeout_word(self(), seconds), {});
+  const int here = comm.index_of(request.peer);
+  const int culprit = here < 0 ? request.peer : comm.number(comm.culprit(here));
+  stop_with(timeout_word(culprit, self(), seconds), {});
 }
 
 }  // namespace pycomm::cpu::p2p

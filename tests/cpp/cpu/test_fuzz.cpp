@@ -119,6 +119,38 @@ void farewells() {
   });
 }
 
+int node_of(int rank) { return rank / 2; }
+
+void introductions() {
+  Sender sender = any_sender();
+  sender.node = node_of(4);
+  const Introduction valid{header_of(MessageKind::introduction, sender), 4};
+  const std::vector<int> nodes{0, 0, 1, 1, 2, 2};
+  fuzz(bytes_of(valid), [&](std::span<const std::byte> bytes) {
+    const Introduction said = parse_introduction(bytes, sender.secret, kRanks, node_of);
+    must(said.header.node == nodes.at(static_cast<std::size_t>(said.rank)),
+         "a rank of another node was let through");
+    must(said.header.secret == sender.secret, "a secret was not compared");
+  });
+}
+
+void streamed_frames() {
+  using cpu::p2p::Frame;
+  using cpu::p2p::FrameKind;
+  for (const FrameKind kind : {FrameKind::eager, FrameKind::announce, FrameKind::data}) {
+    const Frame valid{cpu::p2p::kStreamContext, kind, Element::f32, 1, 0, 400, kNotInWindow};
+    fuzz(bytes_of(valid), [&](std::span<const std::byte> bytes) {
+      PYCOMM_CHECK(bytes.size() == sizeof(Frame), "a frame has one length");
+      Frame frame;
+      std::memcpy(&frame, bytes.data(), sizeof(frame));
+      check_streamed_frame(frame);
+      must(size_of(frame.element) > 0, "a type that does not exist was let through");
+      must(frame.bytes >= 0 && payload_of(frame) <= cpu::p2p::kStreamedBytes,
+           "a payload without a limit was let through");
+    });
+  }
+}
+
 // A message for one link that arrives on another one.
 void messages_of_others() {
   const Sender sender = any_sender();
@@ -310,6 +342,8 @@ int main() {
   return run_all({
       {"handshakes", handshakes},
       {"farewells", farewells},
+      {"introductions", introductions},
+      {"streamed frames", streamed_frames},
       {"messages of others", messages_of_others},
       {"announcements", announcements},
       {"waits", waits},

@@ -278,12 +278,7 @@ void refuses_bad_arguments() {
   must(refused([&] { world[0].recv(nullptr, envelope(1, 0, 8)); }), "no memory");
   must(refused([&] { world[0].recv(data.data(), envelope(1, 0, -1)); }), "negative size");
   World nodes(std::vector<int>{2, 1});
-  must(nodes[0].supports_peer(1) && !nodes[0].supports_peer(2), "peers of the same node");
-  must(refused([&] { nodes[0].send(data.data(), envelope(2, 0, 8)); }), "another node");
-  nodes.run([&](int r) {
-    if (r == 0) send(nodes[0], content(0, 1, 50000), 1);
-    if (r == 1) must(recv(nodes[1], 50000, 0) == content(0, 1, 50000), "on one node of two");
-  });
+  must(refused([&] { nodes[0].send(data.data(), envelope(3, 0, 8)); }), "rank 3 of 3");
 }
 
 // The same order of the same calls on a rank as the reference matcher: per source and tag, in order.
@@ -302,7 +297,7 @@ void random_sequences() {
       messages.push_back({static_cast<int>(roll(dice, size)), static_cast<int>(roll(dice, size)),
                           static_cast<int>(roll(dice, 4)), bytes, i});
     }
-    World world(size);
+    World world = seed % 2 == 0 ? World(size) : World(std::vector<int>{size - 1, 1});
     world.run([&](int r) {
       Dice own(1000 * seed + static_cast<unsigned>(r));
       struct Step {

@@ -53,13 +53,22 @@ class World {
     for (int s = 0; s < nodes.stripes(); ++s) {
       stripes.push_back(cpu::LocalTransport::make(nodes.count()));
     }
+    std::vector<std::shared_ptr<cpu::p2p::Port>> ports;
+    std::vector<cpu::p2p::Port::Address> addresses;
+    for (int r = 0; r < next; ++r) {
+      ports.push_back(std::make_shared<cpu::p2p::Port>("127.0.0.1"));
+      addresses.push_back(ports.back()->address());
+    }
     for (int m = 0; m < nodes.count(); ++m) {
       nodes.here = m;
       for (int i = 0; i < nodes.size(m); ++i) {
         const auto index = static_cast<std::size_t>(i);
         const auto transport =
             index < stripes.size() ? stripes[index][static_cast<std::size_t>(m)] : nullptr;
-        (*this)[nodes.rank(m, i)].span(nodes, transport, duration(60));
+        const int rank = nodes.rank(m, i);
+        const auto port = ports[static_cast<std::size_t>(rank)];
+        port->meet(addresses);
+        (*this)[rank].span(nodes, transport, port, duration(60));
       }
     }
   }
