@@ -1,4 +1,4 @@
-"""Fused optimizers: torch.optim's rules, with each step as one pass over few bytes.
+"""Fused optimizers: torch.optim's rules, with each step as one pass over as few bytes as possible.
 
 .. code-block:: python
 
