@@ -4,9 +4,8 @@
 
     dist.init_process_group("pycomm")  # or "cpu:pycomm,cuda:nccl"
 
-An installed pycomm needs no import for this. Operations run like pycomm's own
-collectives, in shared memory and between nodes; docs/torch-distributed.md lists them, and the cost
-of all others.
+An installed pycomm needs no import for this. Operations run like pycomm's own collectives, in
+shared memory and between nodes; docs/torch-distributed.md lists them, and the cost of all others.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class DataParallel(ModuleProxy):
         shard: ``"optimizer"`` divides the optimizer's states among the ranks. The step of a fused
             optimizer then averages the gradients of its rank's share, updates it, and writes the
             new parameters to all ranks. ``"gradients"`` divides gradients, too: backward averages
-            them, and each rank keeps its share. Parameters get the same bits as without. See
+            them, and each rank keeps its share. Parameters get the same bits as without it. See
             :meth:`reduce_gradients` to read or change gradients before the step. A
             :class:`pycomm.Sharding` has more options: replicas that survive a lost rank, the ranks
             that divide, a compression of new parameters.
@@ -432,7 +432,7 @@ class DataParallel(ModuleProxy):
         return survival
 
     def _check_parameters(self) -> None:
-        """Raises RuntimeError after a failed step; a copy that was not trained has no steps."""
+        """Raises RuntimeError after a failed step; a copy that was not trained has not stepped."""
         if self._own_exchange is not None:
             self._own_exchange.strategy.check()
 

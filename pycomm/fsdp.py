@@ -195,7 +195,7 @@ class AllGather(_Comm, _AllGather):  # type: ignore[misc]
             output_tensor: group size times as many elements as `input_tensor`.
             input_tensor: this rank's block, which may be a part of `output_tensor`. Compressed:
                 float32, float16 or bfloat16.
-            group: the group of the constructor, or another one of the same ranks.
+            group: the group of the constructor, or another group of the same ranks.
             async_op: return a Work. With a compression, its ``wait`` decodes.
 
         Raises:
@@ -247,7 +247,7 @@ class ReduceScatter(_Comm, _ReduceScatter):  # type: ignore[misc]
         Args:
             output_tensor: receives this rank's block.
             input_tensor: a block per rank. Compressed: float32, float16 or bfloat16.
-            group: the group of the constructor, or another one of the same ranks.
+            group: the group of the constructor, or another group of the same ranks.
             op: a ReduceOp; compressed SUM or AVG. FSDP's ``set_gradient_divide_factor`` needs
                 PREMUL_SUM, unless ``set_force_sum_reduction_for_comms(True)`` was called.
             async_op: return a Work. With a compression, its ``wait`` decodes and adds.

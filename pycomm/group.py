@@ -48,8 +48,8 @@ class Group:
     """One rank's membership in a group of ranks, on one node or several.
 
     :func:`init` and :class:`pycomm.LocalWorld` make groups. Operations on a group run in the order
-    in which they were called, from whichever threads. All ranks must call the same operations in
-    the same order.
+    in which they were called, on any threads. All ranks must call the same operations in the same
+    order.
 
     A group is a context manager: it is closed at the end of the block. If an exception ends the
     block while operations are running, the group is aborted first.
@@ -346,11 +346,10 @@ class Group:
         died with a rank. If the group was the default group, the smaller one takes its place. This
         group is closed; close the smaller one yourself, also in a ``with`` block of this one.
 
-        A rank survives if it calls this method. It waits neither for ranks that
-        have ended or have closed the group, nor for the rank that has caused a
-        :class:`pycomm.Timeout`.
-        If a rank dies in the meantime, the first operation of the smaller group may raise, and that
-        group can be shrunk in turn.
+        A rank survives if it calls this method. The method waits neither for ranks that have ended
+        or closed the group, nor for the rank that has caused a :class:`pycomm.Timeout`. If a rank
+        dies in the meantime, the first operation of the smaller group may raise, and that group can
+        be shrunk in turn.
 
         Args:
             timeout: how long to wait for live ranks that have not called this, in seconds or as a

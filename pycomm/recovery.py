@@ -137,7 +137,7 @@ class Preserved:
         self._succeeded, self._contribution = True, None
 
     def find_out(self, work: Work) -> None:
-        """Finds out whether `work`, for which nobody has waited, has completed on this rank."""
+        """Finds out whether `work`, without a wait so far, has completed on this rank."""
         if not (self._succeeded or self._holds or self._result.changed()):
             with contextlib.suppress(*_FAILURES):
                 self._fill(work._complete)

@@ -1,8 +1,8 @@
 """Collectives on CUDA tensors of a group that spans nodes, over NCCL.
 
-The phases are those of csrc/cpu/internode/group.h, and so are the bits. Inside a node, a
-group of the node's ranks runs collectives. Between nodes, NCCL sends the data
-(pycomm/_nccl/process_groups.py). Torch adds it up.
+Phases and bits are the same as in csrc/cpu/internode/group.h. Inside a node, a group of the node's
+ranks runs collectives. Between nodes, NCCL sends the data (pycomm/_nccl/process_groups.py). Torch
+adds it up.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def copy(to: torch.Tensor, given: torch.Tensor) -> None:
 
 # Reductions over the parts of several nodes as operations of torch.
 #
-# The bits are those of csrc/core/reduce.h: 16-bit floats accumulate in fp32, integers wrap around,
-# the mean divides once, and NaNs are canonical.
+# The bits are the same as in csrc/core/reduce.h: 16-bit floats accumulate in fp32, integers wrap
+# around, the mean divides once, and NaNs are canonical.
 
 # Torch lacks arithmetic on these types; signed types give the same bits of sums and products.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

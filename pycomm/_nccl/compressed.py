@@ -1,6 +1,6 @@
 """Compressed all-reduces on CUDA tensors of a group that spans nodes, over NCCL.
 
-The phases are those of csrc/cpu/internode/group.h, and so are the bits:
+Phases and bits are the same as in csrc/cpu/internode/group.h:
 
   1. Collect: each node adds the gradients and residuals of its ranks in fp32. Each carrier gets its
      stripe of the sums.
@@ -110,8 +110,8 @@ class Preflight:
 
     Attributes:
         overflow: a sum might not be finite. Residuals stay as they are.
-        unused: all gradients are zero. Nothing is sent, and residuals stay as they are. None if
-            it is not checked.
+        unused: all gradients are zero. Nothing is sent, and residuals stay as they are. None if it
+            is not checked.
     """
 
     overflow: torch.Tensor

@@ -86,7 +86,7 @@ class _Attempt:
         _attempts.add(self)
 
     def await_all(self) -> InternodeProcessGroups:
-        """This rank's connections, once all ranks have theirs."""
+        """This rank's connections, once all ranks are connected."""
         made, size = self._made, self._made.size
         # Whether any rank waits; whether any has failed; and the rank with the most steps left.
         state = host.zeros(3, dtype=torch.int64)

@@ -1,9 +1,9 @@
 """Compressed reduce-scatters on CUDA tensors of a group that spans nodes, over NCCL.
 
-The phases are those of csrc/cpu/internode/group.h, and so are the bits. A node's ranks add their
-gradients in fp32. The blocks of each node are consecutive, and each carrier has a stripe of them.
-The carrier encodes its part for each node and sends it there. The node adds these parts, and its
-ranks collect the stripes. Sums are not encoded again.
+Phases and bits are the same as in csrc/cpu/internode/group.h. A node's ranks add their gradients in
+fp32. The blocks of each node are consecutive, and each carrier has a stripe of them. The carrier
+encodes its part for each node and sends it there. The node adds these parts, and its ranks collect
+the stripes. Sums are not encoded again.
 """
 
 from __future__ import annotations

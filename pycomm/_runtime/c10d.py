@@ -42,7 +42,7 @@ def _installed() -> Any:
 _module = _installed()
 # Reads tensors for the fast path of collectives.
 tensor_reader: Any = getattr(_module, "tensor_reader", None)
-# take_memory(taker, giver): gives the giver's memory to the taker and all tensors that share its.
+# take_memory(taker, giver): the taker, and tensors that share its memory, get the giver's memory.
 take_memory: Any = getattr(_module, "take_memory", None)
 
 # The C++ module of the torch.distributed backend, compiled at its first use if need be.
@@ -164,7 +164,7 @@ def _compile(path: Path) -> None:
                 f"{shlex.join(command)}\n{done.stdout[-_OUTPUT_SHOWN:]}"
             )
         digest = hashlib.sha256(output.read_bytes()).digest()
-        with output.open("ab") as file:  # the loader ignores what follows the library
+        with output.open("ab") as file:  # the loader ignores bytes after the library
             file.write(digest)
         output.replace(path)
 

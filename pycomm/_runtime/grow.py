@@ -162,8 +162,8 @@ def request_join(
     """Waits until a group lets this process in.
 
     Args:
-        addresses: returns the possible addresses of the group's join server now; this stops
-            waiting for an address that is no longer among them.
+        addresses: returns the possible addresses of the group's join server now; this stops waiting
+            for an address that is no longer among them.
         mine: this process's introduction.
         deadline: the end of all tries.
 

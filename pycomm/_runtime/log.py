@@ -2,8 +2,8 @@
 
 ``PYCOMM_LOG=info`` prints the make-up of groups to stderr, and warnings about slow paths.
 ``PYCOMM_LOG=debug`` also prints how operations run, once for each kind and size class, and adds the
-calling lines to a Mismatch. Without the variable nothing is printed;
-programs may add handlers of their own.
+calling lines to a Mismatch. Without the variable nothing is printed; programs may add handlers of
+their own.
 """
 
 from __future__ import annotations

@@ -496,7 +496,7 @@ def _share_window(
 
 
 def _await_all(store: Store, size: int, deadline: Deadline, peers: Peers) -> None:
-    """Waits for all ranks; a rank that continued earlier could blame the wrong rank."""
+    """Waits for all ranks; a rank that continued earlier could blame the wrong rank for a death."""
     if store.add("ready", 1) == size:
         store.set("complete", "")
     deadline.await_keys(store, ["complete"], peers.look)

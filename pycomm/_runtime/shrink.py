@@ -130,7 +130,7 @@ class Agreement:
         """Accepts connections. Raises if this rank is left out or has closed the group."""
         if self._listener.closed:
             raise GroupUnusable("group was aborted or closed while it shrank")
-        self._listener.accept()  # so that its queue does not fill up, nor end waits at once
+        self._listener.accept()  # or its queue would fill up, and end every wait at once
         if self._listener.left_out:
             raise GroupUnusable(LEFT_OUT)
 

@@ -65,7 +65,7 @@ def _cuda_runs() -> bool:
 
 
 class _Is(enum.Enum):
-    """What a rank does."""
+    """A rank's activity."""
 
     RUNNING = enum.auto()
     READY = enum.auto()  # waits for its turn
@@ -214,7 +214,7 @@ class _Turn:
 class _Mine(threading.local):
     """A thread's rank, if it has one."""
 
-    turn: _Turn | None = None  # its turns; None inside of others_run()
+    turn: _Turn | None = None  # its turns; None without turns, or inside of others_run()
     shares_generators = False  # True for a rank that shares generators with other ranks
 
     def set(self, turn: _Turn | None) -> None:

@@ -97,7 +97,7 @@ class CommState(HookState):
             depend on buckets.
         group: by default the default group. All ranks must make their states in the same order.
         exclude: ``exclude(name, parameter)`` is true for parameters to send uncompressed, in the
-            same exchange; by default those with one dimension or fewer than 4,096 elements.
+            same exchange; by default parameters with one dimension or fewer than 4,096 elements.
         grad_scaler: the ``torch.amp.GradScaler`` in use. Residuals are then kept unscaled, and
             restored after a step that overflowed. This doubles their memory.
         warmup_steps: the number of first steps that are sent uncompressed. A warm-up of the
@@ -172,7 +172,7 @@ class CommState(HookState):
         return self.group
 
     def options(self) -> dict[str, object]:
-        """What must be the same on all ranks."""
+        """The options that must be the same on all ranks."""
         return {
             "compression": self.compression,
             "feedback": bool(self._residuals),
@@ -279,8 +279,8 @@ class CommState(HookState):
     def should_commit(self, ready: bool = True) -> bool:
         """Decides whether all ranks take the step; see :meth:`pycomm.Group.should_commit`.
 
-        Call it before anything changes the gradients. If the step is not taken, its means
-        go into the residuals, and a later step sends them.
+        Call it before anything changes the gradients. If the step is not taken, its means go into
+        the residuals, and a later step sends them.
         """
         self._now.undecided = True
         commits = self.group.should_commit(ready)
@@ -326,9 +326,9 @@ class CommState(HookState):
         discriminator's state, after a generator's backward through the discriminator. Otherwise
         later steps send what compression has not sent of these gradients.
 
-        Residuals return to their values before the exchange. This needs copies, which are kept
-        from the first call on. So call it once before the first step: if the first call comes
-        after an exchange, residuals become zero. Without residuals it does nothing.
+        Residuals return to their values before the exchange. This needs copies, which are kept from
+        the first call on. So call it once before the first step: if the first call comes after an
+        exchange, residuals become zero. Without residuals it does nothing.
         """
         if not self._residuals:
             return

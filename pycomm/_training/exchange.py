@@ -564,7 +564,7 @@ class StepStatistics:
     _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Waits until no exchange uses memory any more, whether it has succeeded or not."""
+        """Waits until all exchanges have succeeded or failed, and none uses memory."""
         for flight in self.flights:
             with contextlib.suppress(PycommError):
                 flight.work.wait()

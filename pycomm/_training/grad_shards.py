@@ -5,8 +5,8 @@ goes on, a reduce-scatter averages each block of the slot into its owner's memor
 larger than a slot goes through several slots, a range of every block at a time.
 
 If a rank has averages of earlier backwards, an all-gather first brings all ranks' averages into the
-slot. Each rank adds its gradients to them, and the sums are averaged. So the result
-has the same bits as without division.
+slot. Each rank adds its gradients to them, and the sums are averaged. So the result has the same
+bits as without division.
 
 Between backward and step, a parameter's gradient is a stand-in that takes no memory: all its
 elements share one NaN, so that nobody mistakes it for the gradient. It shows what the program does
@@ -277,8 +277,8 @@ class GradShardBuffers:
 
         Args:
             parameters: the parameters.
-            noted: True takes the gradients as the last backward left them, whatever the program
-                has done since: for a rank whose backward has raised, and whose result is dropped.
+            noted: True takes the gradients as the last backward left them, whatever the program has
+                done since: for a rank whose backward has raised, and whose result is dropped.
         """
         self._adds.clear()
         self._zeroed.clear()

@@ -1,9 +1,9 @@
 """The states of a wrapper from a forward to the end of the exchange that follows it.
 
 A forward that records gradients promises an exchange, on all ranks alike. A backward first
-announces it. If a rank starts another forward while its promise is open, it takes part in
-that announcement. If other ranks have announced an exchange, this rank's backward must have raised.
-If none has, there are several forwards before one backward.
+announces it. If a rank starts another forward while its promise is open, it takes part in that
+announcement. If other ranks have announced an exchange, this rank's backward must have raised. If
+none has, there are several forwards before one backward.
 
     IDLE      -> PROMISED   a forward records gradients
     IDLE      -> BACKWARD   a gradient comes, or this rank takes part in the others' exchange

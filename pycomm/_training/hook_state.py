@@ -70,7 +70,7 @@ class HookState(ABC):
 
     @abstractmethod
     def options(self) -> dict[str, object]:
-        """What must be the same on all ranks."""
+        """The options that must be the same on all ranks."""
 
     @abstractmethod
     def check_module(self, module: nn.Module) -> None:
@@ -135,8 +135,8 @@ def move_into_window(bucket: torch.Tensor, group: Group) -> None:
     """Gives a bucket, and all views of it, memory in the group's window, with the same content.
 
     NumPy arrays and DLPack tensors that were made from a view are no longer valid. The bucket stays
-    where it is if it is only a part of its storage or shared with other processes, if the
-    group has one rank, or if the window has no memory left.
+    where it is if it is only a part of its storage or shared with other processes, if the group has
+    one rank, or if the window has no memory left.
     """
     storage = bucket.untyped_storage()
     alone = storage.nbytes() == bucket.nbytes and not storage.is_shared()

@@ -153,8 +153,8 @@ class LocalSGDState(HookState):
     instead (error reset; Xie et al., "CSER: communication-efficient SGD with error reset", 2020).
     So changes that it has made, but not sent yet, stay in its parameters, and small densities lose
     far less. Then only the outer parameters are the same on all ranks, bit for bit;
-    :meth:`outer_parameters` gives them to the model. A residual also holds what this rank, as the
-    owner of a region, has not sent back of the sums of all ranks.
+    :meth:`outer_parameters` gives them to the model. A residual also holds the part of all ranks'
+    sums that this rank, as the owner of a region, has not sent back.
 
     Args:
         params: ``model.named_parameters()``.
@@ -168,8 +168,8 @@ class LocalSGDState(HookState):
         local_residuals: each rank continues from the outer parameters plus its own residuals. Needs
             a compression without momentum correction; :meth:`join` is refused.
         gradient_steps: the number of first steps that exchange gradients instead, uncompressed.
-        inner_group: ranks that also exchange gradients in every step after the warm-up, such as
-            those of one node.
+        inner_group: ranks that also exchange gradients in every step after the warm-up, such as the
+            ranks of one node.
         group: the group that exchanges parameters; by default the default group.
         exclude: see :class:`pycomm.hooks.CommState`.
 
@@ -243,7 +243,7 @@ class LocalSGDState(HookState):
         super().register(model)
 
     def options(self) -> dict[str, object]:
-        """What must be the same on all ranks of a wrapper; :meth:`exchange` compares the rest."""
+        """The options that all ranks of a wrapper compare; :meth:`exchange` compares the rest."""
         return {"local_sgd": True}
 
     def check_module(self, module: nn.Module) -> None:
@@ -377,8 +377,8 @@ class LocalSGDState(HookState):
         """Exchanges now, at any point of the period: after training or before an evaluation.
 
         All ranks must call this. It does nothing if no rank has made a step since the last
-        exchange. If the group fails, all surviving ranks have taken the outer step, or none has
-        and nothing has changed. :meth:`regroup` continues.
+        exchange. If the group fails, all surviving ranks have taken the outer step, or none has and
+        nothing has changed. :meth:`regroup` continues.
 
         Returns:
             True if there was an exchange.
@@ -401,8 +401,8 @@ class LocalSGDState(HookState):
         """Continues with another group: a smaller one after a failure, or one that has grown.
 
         All ranks of the new group call this. Each keeps its parameters, the changes that it has
-        made since the last exchange, its optimizer states and its residuals. All ranks adopt
-        the largest number of steps. If an exchange has failed on any rank, in :meth:`step` or in
+        made since the last exchange, its optimizer states and its residuals. All ranks adopt the
+        largest number of steps. If an exchange has failed on any rank, in :meth:`step` or in
         :meth:`exchange`, it is repeated now. Lost ranks' changes since the last exchange are lost,
         and so are their residuals; :meth:`stats` counts both.
 

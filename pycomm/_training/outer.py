@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def on_all_or_none(state: CommState) -> Iterator[None]:
     """Surrounds exchanges whose results are used only afterwards.
 
-    At the end all ranks decide whether the exchanges count. If the group fails before
-    that, the state is restored, and can repeat the exchanges in a smaller group.
+    At the end all ranks decide whether the exchanges count. If the group fails before that, the
+    state is restored, and can repeat the exchanges in a smaller group.
     """
     step, residuals = state.step, state._residuals.copy()
     try:
@@ -217,7 +217,7 @@ class _Piece:
         return {e.name: e.view(part) for e, part in zip(self._entries, parts, strict=True)}
 
     def snapshot(self, optimizers: InnerOptimizers, rule: Rule) -> None:
-        """Records the present parameters as those that all ranks have in common."""
+        """Records the present parameters as the common parameters of all ranks."""
         dtype, device = self.kind
         self.last = torch.empty(self.count, dtype=dtype, device=device)
         if rule.momentum:
@@ -301,7 +301,7 @@ class Outer:
 
     @torch.no_grad()
     def snapshot(self) -> None:
-        """Records the present parameters as those that all ranks have in common."""
+        """Records the present parameters as the common parameters of all ranks."""
         for piece in self._pieces:
             piece.snapshot(self._optimizers, self.rule)
         self._checked = False
@@ -445,7 +445,7 @@ class Outer:
                 )
 
     def _buffer(self, piece: _Piece) -> torch.Tensor:
-        """The memory for what a piece contributes, and then for the mean."""
+        """The memory for a piece's contribution, and then for the mean."""
         if piece not in self._buffers:
             dtype, device = piece.kind
             self._buffers[piece] = torch.empty(piece.count, dtype=dtype, device=device)

@@ -65,8 +65,8 @@ class Parameters:
 
     Args:
         params: ``model.named_parameters()``; None if names do not matter.
-        exclude: true for parameters to send uncompressed; by default those with one dimension or
-            fewer than 4,096 elements.
+        exclude: true for parameters to send uncompressed; by default parameters with one dimension
+            or fewer than 4,096 elements.
 
     Attributes:
         entries: the entries by the parameter's id.

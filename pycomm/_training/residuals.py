@@ -94,7 +94,7 @@ class Residuals:
         return entry.view(self.of(entry, kind))
 
     def views(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The residuals of the named parameters, in their shapes, without those that have none."""
+        """Residuals of the named parameters, where they exist, in the parameters' shapes."""
         return {name: self.find(name) for name in names if name in self._entries}
 
     def reorder(self, entry: Entry, strides: tuple[int, ...]) -> None:

@@ -164,11 +164,10 @@ def _split(flat: torch.Tensor, members: Sequence[torch.Tensor]) -> None:
 
 # Sends new parameters from their owners to ranks on other nodes.
 #
-# With a compression, owners send the difference between a parameter's exact values and those that
-# all ranks see. All ranks add the decoded difference to what they see, so they see the same bits.
-# The owner keeps the encoding's error in `errors`, and the next difference includes it
-# (Li et al. 2024, "SDP4Bit: toward 4-bit communication quantization in sharded data
-# parallelism").
+# With a compression, the parameters that all ranks see are not exact. The owner sends the
+# difference from its exact values. All ranks add the decoded difference, so they see the same bits.
+# The owner keeps the encoding's error in `errors`, and the next difference includes it (Li et al.
+# 2024, "SDP4Bit: toward 4-bit communication quantization in sharded data parallelism").
 
 
 class Spread(NamedTuple):

@@ -55,7 +55,7 @@ class Sharding:
         stage: ``"optimizer"`` or ``"gradients"``; see `shard` of :class:`pycomm.DataParallel`.
         group: the ranks that divide the states; by default the wrapper's group. With the ranks of
             this node, each node divides all states, and only gradients are sent between nodes.
-        replicas: 2 keeps two copies of the optimizer's states, so that training goes on when ranks
+        replicas: 2 keeps two copies of the optimizer's states, so that training continues if ranks
             are lost: a step then counts on all ranks or on none, and
             :meth:`pycomm.DataParallel.regroup` restores all states. Between nodes, every step sends
             a rank's states to another node, so that a whole node may be lost; that needs processes.

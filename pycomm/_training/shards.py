@@ -411,7 +411,7 @@ class Shards:
         return False
 
     def is_assigned(self, parameter: torch.Tensor) -> bool:
-        """True if the program has assigned the gradient, so that perhaps nobody has averaged it."""
+        """True if the program has assigned the gradient, which may not be an average."""
         gradient = parameter.grad
         if gradient is None or gradient.numel() == 0:
             return False

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 # Gradients of backwards that no forward of a wrapper has announced.
 #
 # ``wrapper.module(x).sum().backward()`` adds to this rank's gradients only, as in
-# DistributedDataParallel. A program may look at these gradients and zero them. Otherwise the
-# next exchange averages them. A step before that would give each rank other parameters, so it
-# raises an error.
+# DistributedDataParallel. A program may look at these gradients and zero them. Otherwise the next
+# exchange averages them. A step before that would give each rank other parameters, so it raises an
+# error.
 #
 # If ranks divide the optimizer's states, the same is true of backwards inside of no_sync(): each
 # rank would update its share with its own gradients.
@@ -75,7 +75,7 @@ _watch: RemovableHandle | None = None  # runs check() before steps, while there 
 
 
 def note(parameter: torch.Tensor, inside_no_sync: bool = False) -> None:
-    """Records that the parameter's gradient is not the ranks' average any more."""
+    """Records that the parameter's gradient is no longer the ranks' average."""
     global _watch
     if parameter.grad is None:  # another hook has dropped it
         return
@@ -123,7 +123,7 @@ class StepGuard:
 
     Args:
         parameters: the parameters.
-        group: the ranks that must have the same ones.
+        group: the ranks that must have equal parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], group: Group) -> None:

@@ -68,7 +68,7 @@ class ModuleProxy(nn.Module):
             super().__setattr__(name, value)
 
     def _follow_module(self) -> None:
-        """Shares anew what the module has replaced, as nn.Sequential does when it loses a child."""
+        """Shares dictionaries that the module has replaced, as nn.Sequential does in ``del``."""
         if any(vars(self)[each] is not getattr(self.module, each) for each in _SHARED):
             self.module = self.module
 

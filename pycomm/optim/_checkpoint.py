@@ -189,7 +189,7 @@ def check_groups(
 ) -> None:
     """Checks by its groups that a checkpoint is from this kind of optimizer.
 
-    Names of states do not tell: several kinds have the same.
+    Names of states do not suffice: several kinds use the same names.
 
     Raises:
         ValueError: the groups have settings that this kind does not know.

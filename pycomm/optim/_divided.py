@@ -93,7 +93,7 @@ class DividedOptimizer(StatefulOptimizer):
         return next((part.group.rank for part in self._parts().values()), -1)
 
     def lost_parts(self, owners: Collection[int]) -> set[int]:
-        """Ranks that have parts of the states and are not in `owners`, as in the first group."""
+        """Ranks that have parts and are not in `owners`, by their ranks in the first group."""
         ranges = ((part.group, own.rank) for part in self._parts().values() for own in part.ranges)
         return {group.ranks[rank] for group, rank in ranges if rank not in owners}
 

@@ -51,8 +51,8 @@ class Division(NamedTuple):
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of the values of all shards, with the same bits on all ranks.
 
-        All ranks of the mesh must call this. The values are exchanged on the mesh's device. If
-        the parameters are offloaded, they lie on another device.
+        All ranks of the mesh must call this. The values are exchanged on the mesh's device. If the
+        parameters are offloaded, they lie on another device.
         """
         kind, device = self.mesh.device_type, value.device
         value = value if device.type == kind else value.to(kind)

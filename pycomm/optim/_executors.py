@@ -25,8 +25,8 @@ class Row:
     """A parameter's row, which the next step reuses if nothing has moved.
 
     For a sharded parameter, it describes this rank's part, and two words follow: the number of
-    elements of the parameter, and whether its gradient has been averaged. For a DTensor, the row,
-    the gradient and the state are those of its local tensor.
+    elements of the parameter, and whether its gradient has been averaged. For a DTensor, row,
+    gradient and state belong to its local tensor.
 
     Args:
         param: the parameter.

@@ -57,7 +57,7 @@ class FusedOptimizer(DividedOptimizer):
     # Defined by each optimizer, with _state_names().
 
     def _own_settings(self, group: Group) -> dict[str, Any]:
-        """The group's settings for the extension that not all optimizers have."""
+        """The group's settings for the extension that only this optimizer has."""
         raise NotImplementedError
 
     def _settings(self, group: Group, lr: float) -> _C.OptimizerSettings:

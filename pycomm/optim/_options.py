@@ -19,8 +19,8 @@ class Options(TypedDict, total=False):
 
     Attributes:
         master_weights: for 16-bit parameters. ``"fp32"`` keeps fp32 weights beside them.
-            ``"remainder"`` keeps the 16 bits of the fp32 weight that a bf16 parameter lacks,
-            which is as exact. None (the default) keeps only the parameters. An fp32 parameter needs
+            ``"remainder"`` keeps the 16 bits of the fp32 weight that a bf16 parameter lacks, which
+            is as exact. None (the default) keeps only the parameters. An fp32 parameter needs
             neither, until the model is converted to 16 bits; ``"remainder"`` raises ValueError if
             all parameters are fp32.
         states: ``"fp32"`` (the default), ``"bf16"``, ``"fp16"`` (second moments as their square

@@ -85,7 +85,7 @@ class ReplicatedStates:
         return self._group.rank in self._replicas.ranks_in_step
 
     def undo(self) -> None:
-        """Restores the parameters that a step in progress may have changed.
+        """Restores the parameters that a step that does not count may have changed.
 
         Between nodes, this rank restores only parts that it has copies of; :meth:`to_restore` has
         the others. Torch does not count this write, so versions match the values again.

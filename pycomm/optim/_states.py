@@ -77,8 +77,8 @@ class ExternalWrites:
     def take(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Adapts the state to writes to its parameter.
 
-        A state that has just been loaded is compared with the parameters only at the first step,
-        so model and optimizer can be restored in either order.
+        A newly loaded state belongs to the parameters as they are at the first step, so model and
+        optimizer can be restored in either order.
         """
         before, now = self._seen.get(param), _mark(param)
         # A captured graph would repeat this in every replay.
@@ -253,8 +253,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 has states in fp32, full-precision weights as ``master_param``, and no options of
                 pycomm.
             to: with sharded states, the only rank that gets the states, by its number in the group
-                that divides them. On the others ``"state"`` is empty, and
-                :meth:`load_state_dict` refuses such a checkpoint. By default all get the states.
+                that divides them. On the others ``"state"`` is empty, and :meth:`load_state_dict`
+                refuses such a checkpoint. By default all get the states.
         """
         if format not in ("pycomm", "torch"):
             raise ValueError(f"format must be pycomm or torch, got {format!r}")
