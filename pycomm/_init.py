@@ -1,4 +1,4 @@
-"""How groups of processes are made, and the default group."""
+"""Making groups of processes, and the default group."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def init(
         This rank's membership in the group.
 
     Raises:
-        ValueError: `transport` is none of these; this process is not in `group`; or, on every rank,
-            ranks passed different values that must be the same, or run incompatible builds of
-            pycomm.
+        ValueError: `transport` has another value; this process is not in `group`; or, on every
+            rank, ranks passed different values for an argument that must be the same, or run
+            incompatible builds of pycomm.
         pycomm.Timeout: a rank did not arrive in time; on all ranks that arrived.
         pycomm.PeerDied: a rank died after all had arrived; on all ranks.
         pycomm.Aborted: a rank was interrupted; on all other ranks that had arrived.
@@ -114,7 +114,7 @@ def init(
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("group must contain this process")
-    # Always the same prefix, so ranks that have tried unequally often still meet.
+    # Always the same prefix, so that ranks meet although their numbers of attempts differ.
     prefix = f"pycomm/{process_group.group_name}"
     store = PrefixStore(prefix, store_of(process_group))
 
@@ -136,11 +136,11 @@ def has_nccl(group: dist.ProcessGroup) -> bool:
 
 @dataclass(frozen=True)
 class _Options:
-    """How to make a group, and those to which it shrinks.
+    """The options of a group and of the groups to which it shrinks.
 
     Attributes:
-        process_group: the process group that has all of their ranks; None if the group has grown.
-        rank: this process in it, or in the group that has grown.
+        process_group: the process group that has all ranks; None if the group has grown.
+        rank: this process's rank in the process group, or in the group that has grown.
         mine: the introduction of this rank.
         timeout: seconds that an operation may take.
         max_blocks: the largest number of thread blocks on a GPU.
@@ -159,7 +159,7 @@ def _complete(members: RendezvousResult, ranks: Sequence[int], options: _Options
     try:
         return _make(members, rank, ranks, options)
     except BaseException:
-        members.leave(rank)  # the others may have their groups, and wait for this rank
+        members.leave(rank)  # others may have their groups, and wait for this rank
         raise
 
 
@@ -189,7 +189,7 @@ def _join_nodes(
     """Connects the nodes over NCCL; a collective call.
 
     Returns:
-        None if that failed on a rank, and Gloo is to do instead.
+        None if that failed on a rank, so that Gloo is used instead.
 
     Raises:
         pycomm.CollectiveError: a rank has died.
@@ -202,14 +202,14 @@ def _join_nodes(
         return connect_nodes(made, members, process_group, options.max_blocks)
     except CollectiveError as error:
         if not made._core.usable():
-            made.close()  # not abort(), which could end what others still hear of the failure
+            made.close()  # not abort(), which could hide the failure from others
             raise
         log.fallback(made, "%s: Gloo carries CUDA tensors through host memory", error)
         return None
 
 
 def _serve(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Options) -> None:
-    """Lets a group on one node, and those it shrinks to, take CUDA tensors and grow."""
+    """Lets a group on one node, and the groups it shrinks to, take CUDA tensors and grow."""
 
     def go_on(larger: Group, smaller: Group) -> None:
         left = [everyone[larger.ranks.index(number)] for number in smaller.ranks]
@@ -261,15 +261,15 @@ def _make_larger(members: RendezvousResult, rank: int, terms: Mapping[str, Any])
 
 
 def join(address: str | os.PathLike[str], timeout: float | timedelta | None = None) -> Group:
-    """Joins a group that runs, as soon as its members call :meth:`pycomm.Group.grow`.
+    """Joins a running group, as soon as its members call :meth:`pycomm.Group.grow`.
 
-    This process needs neither torchrun nor torch.distributed. It becomes the last rank of the
-    larger group, or one of the last, and takes over the group's options. The larger group becomes
-    the default group if there is none.
+    This process needs neither torchrun nor torch.distributed. It becomes one of the last ranks of
+    the larger group, and takes over the group's options. The larger group becomes the default group
+    if there is none.
 
     Args:
-        address: the group's :attr:`pycomm.Group.address`; or the path of a file with addresses, one
-            a line, which is read anew for each try, so that the members may write a new one.
+        address: the group's :attr:`pycomm.Group.address`; or the path of a file with an address per
+            line. Each try reads the file again, so the members may write new addresses.
         timeout: how long to wait until the members let this process in, in seconds or as a
             timedelta.
 
@@ -277,11 +277,11 @@ def join(address: str | os.PathLike[str], timeout: float | timedelta | None = No
         This rank's membership in the larger group.
 
     Raises:
-        ValueError: `address` is none; or the group refuses this process, because the secret is not
-            the group's, because it runs another build of pycomm, or because it is of another user
-            than the ranks of this node.
-        pycomm.Timeout: the members have not let this process in.
-        pycomm.CollectiveError: they could not, until the timeout.
+        ValueError: `address` is not an address; or the group refuses this process, because the
+            secret is not the group's, this process runs another build of pycomm, or it belongs to
+            another user than the ranks of this node.
+        pycomm.Timeout: the members have not let this process in before the timeout.
+        pycomm.CollectiveError: letting this process in has failed until the timeout.
     """
     from pycomm._runtime.grow import Address, enter, read_addresses
 
@@ -293,7 +293,7 @@ def join(address: str | os.PathLike[str], timeout: float | timedelta | None = No
 
 
 def default_group() -> Group:
-    """Returns the default group, which is made at the first use on torch's default group."""
+    """Returns the default group; the first use makes it from torch's default group."""
     return _default if _default is not None else init()
 
 

@@ -4,8 +4,8 @@
 
     dist.init_process_group("pycomm")  # or "cpu:pycomm,cuda:nccl"
 
-An installed pycomm needs no import for this. Operations run in shared memory and between nodes as
-pycomm's own collectives do; docs/torch-distributed.md says which ones and what the rest costs.
+An installed pycomm needs no import for this. Operations run like pycomm's own collectives, in
+shared memory and between nodes; docs/torch-distributed.md lists them, and the cost of all others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import Store
 
-_FAREWELL = 0.5  # seconds that running operations have when their group is destroyed
+_FAREWELL = 0.5  # seconds for running operations when their group is destroyed
 
 pycomm_backend.register()
 
@@ -56,7 +56,7 @@ def create(options: Any) -> Any:
     except ValueError as error:
         raise ArgumentError(str(error)) from None
     ranks = _Ranks(options.store, rank, size, timeout.total_seconds(), options.group_id)
-    seats = options.global_ranks_in_group  # torch passes none for the default group
+    seats = options.global_ranks_in_group  # empty for the default group
     if getattr(options, "enable_reconfigure", False):  # from torch 2.14 on
         ranks.await_reconfigure(default=not seats)
     elif seats:
@@ -76,7 +76,7 @@ def _c10d() -> Any:
 
 
 class _World:
-    """The default group, whose window serves the groups of some of its ranks.
+    """The default group, whose window serves smaller groups of its ranks.
 
     Attributes:
         members: this rank's membership.
@@ -91,11 +91,11 @@ class _World:
         """A group of some ranks; None if they are not all on this node."""
         if not set(ranks) <= set(self.members.nodes.local):
             return None
-        self.made[name] += 1  # torch uses the names of destroyed groups again
+        self.made[name] += 1  # torch reuses the names of destroyed groups
         return Subgroup(self.members, ranks, rank, f"{name}/{self.made[name]}")
 
 
-_world: weakref.ref[_World] | None = None  # that of the default group, if it is one of pycomm's
+_world: weakref.ref[_World] | None = None  # of the default group, if pycomm runs it
 
 
 class _Ranks:
@@ -103,8 +103,8 @@ class _Ranks:
 
     Attributes:
         rank: this rank in the group.
-        size: how many ranks it has.
-        handle: names this rank for :meth:`reconfigure`, which renames it.
+        size: the number of ranks in the group.
+        handle: the name of this rank for :meth:`reconfigure`, which gives it a new one.
     """
 
     def __init__(
@@ -124,17 +124,17 @@ class _Ranks:
         self._told: set[str] = set()
         self._members: RendezvousResult | None = None
         self._world: _World | None = None
-        self._seats: list[int] = []  # these ranks in the default group
+        self._seats: list[int] = []  # this group's ranks, as ranks of the default group
         self._is_default = False
         self._is_shrunk = False
-        self._left = list(range(size))  # the ranks that failed calls of shrink() have left
+        self._left = list(range(size))  # remaining ranks after failed calls of shrink()
         self._subgroup: Subgroup | None = None  # until it is used
         self._taking = threading.Lock()
-        self._failed = False  # to be used for the first time
+        self._failed = False  # True if the first use has failed, or must wait for reconfigure()
         self._closed = False
         self._group: Group | None = None
-        self._gloo: Any = None  # made when it is needed, with:
-        self._addresses: internode.Addresses  # Gloo does not keep the object
+        self._gloo: Any = None  # made when it is needed
+        self._addresses: internode.Addresses  # kept here, because Gloo does not keep the object
         self._monitored_barriers = 0
 
     def meet(self, patience: float | None = None) -> None:
@@ -158,7 +158,7 @@ class _Ranks:
             self._group._survive(members.listener, self.rank, mine, make)
 
     def serve_others(self) -> None:
-        """Makes this the default group, in whose window others can lie."""
+        """Makes this the default group, whose window can hold other groups."""
         global _world
         assert self._members is not None
         self._is_default = True
@@ -168,11 +168,11 @@ class _Ranks:
     def join(self, world: _World | None, seats: Sequence[int]) -> None:
         """Makes this a group in the default group's window if that is possible.
 
-        If not, the ranks meet now, because perhaps only two of them use the group first.
+        If not, all ranks meet now, because the first operation may involve only two of them.
 
         Args:
-            world: the default group; None if it is not one of pycomm's.
-            seats: the ranks in it.
+            world: the default group; None if pycomm does not run it.
+            seats: this group's ranks, as ranks of the default group.
         """
         self._world, self._seats = world, list(seats)
         if world is not None:
@@ -198,8 +198,8 @@ class _Ranks:
         """A group without some of these ranks; for c10d::Backend::shrink. All others call this.
 
         Raises:
-            pycomm.ArgumentError: `excluded` has this rank, or a number that no rank has; or ranks
-                differ in it.
+            pycomm.ArgumentError: `excluded` has this rank, or a number that no rank has; or it
+                differs between ranks.
             pycomm.PeerDied: more ranks are gone. Then exclude them, too.
             pycomm.CollectiveError: as :meth:`pycomm.Group.shrink`.
         """
@@ -237,7 +237,7 @@ class _Ranks:
                     raise type(error)(what, rank=rank, operation=error.operation) from error
                 raise
             self._left = [self._left[group.ranks.index(number)] for number in smaller.ranks]
-            self._group = group = smaller  # which shrinks next time
+            self._group = group = smaller  # the next try shrinks this one
             with contextlib.suppress(CollectiveError):  # a rank has failed just now
                 agreed = group.should_commit(self._left == kept)
         if agreed:
@@ -252,32 +252,33 @@ class _Ranks:
         )
 
     def await_reconfigure(self, default: bool) -> None:
-        """Leaves it to :meth:`reconfigure` to connect this rank to others.
+        """Delays connecting this rank until :meth:`reconfigure`.
 
         Args:
-            default: whether this is the default group.
+            default: True if this is the default group.
         """
         self._failed, self._is_default = True, default
 
     def reconfigure(
         self, uuid: int, handles: list[str] | set[str], patience: float, timeout: float
     ) -> _Ranks:
-        """The group that takes this one's place; for c10d::Backend::reconfigure.
+        """The group that replaces this one; for c10d::Backend::reconfigure.
 
-        All its ranks call this, and must use the same Store. This group is closed once they have.
+        All ranks of the new group call this, and must use the same Store. Then this group is
+        closed.
 
         Args:
             uuid: a number that no call has used.
-            handles: of the ranks, in their order; a set is ordered by their ranks so far.
+            handles: the ranks' handles, in the order of ranks; a set is sorted by former ranks.
             patience: how long to wait for the other ranks, in seconds.
-            timeout: of the group's operations, in seconds.
+            timeout: the timeout of the group's operations, in seconds.
 
         Raises:
-            pycomm.ArgumentError: the handles are no handles, not unique or without this rank's, or
+            pycomm.ArgumentError: the handles are invalid, not unique or lack this rank's handle, or
                 `uuid` has been used.
             pycomm.CollectiveError: not all ranks have come.
         """
-        sorted_handles = sorted(handles, key=_rank_of)  # which checks each of them
+        sorted_handles = sorted(handles, key=_rank_of)  # also checks each of them
         order = handles if isinstance(handles, list) else sorted_handles
         if len(set(order)) < len(order) or self.handle not in order:
             raise ArgumentError(f"handles must be unique and have {self.handle!r}, got {order}")
@@ -301,19 +302,19 @@ class _Ranks:
             try:
                 self._group = make_group(subgroup.join(), self.rank, self._timeout)
             except BaseException as error:
-                # Its frames may hold a group, which must leave the window before the rank departs.
+                # Frames may hold a group, which must leave the window before the rank departs.
                 traceback.clear_frames(error.__traceback__)
                 self._leave(subgroup)
                 raise
             self._failed = False
-            if self._closed:  # meanwhile
+            if self._closed:  # by another thread meanwhile
                 self.close()
         if self._group is None:
             raise GroupUnusable("group is closed, not configured yet, or its first use has failed")
         return self._group
 
     def _take_subgroup(self) -> Subgroup | None:
-        """The group to join or to leave; for one caller only."""
+        """The group to join or to leave; only the first caller gets it."""
         with self._taking:
             taken, self._subgroup = self._subgroup, None
         return taken
@@ -328,7 +329,7 @@ class _Ranks:
                 raise
 
     def close(self) -> None:
-        """Closes the group. Operations that nobody has waited for may soon be aborted."""
+        """Closes the group. Operations that still run after a short time are aborted."""
         self._closed = True
         if (subgroup := self._take_subgroup()) is not None:
             self._leave(subgroup)
@@ -342,7 +343,7 @@ class _Ranks:
         self._group.close()
 
     def connect_gloo(self, what: str, timeout: float) -> Any:
-        """A Gloo backend, for operations that pycomm does not have; logs why."""
+        """A Gloo backend, for operations that pycomm lacks; logs them."""
         if what not in self._told:
             self._told.add(what)
             log.backend_falls_back(self._name, self.rank, what)
@@ -352,14 +353,14 @@ class _Ranks:
         return self._gloo
 
     def _end_gloo(self) -> None:
-        """Ends operations over Gloo, also those of ranks that wait for this one."""
+        """Ends operations over Gloo, also on ranks that wait for this one."""
         if self._gloo is not None:
             self._addresses.end()
             others = [rank for rank in range(self.size) if rank != self.rank]
             internode.disconnect(self._gloo, others, internode.interfaces())
 
     def monitored_barrier(self, timeout: float, wait_all_ranks: bool) -> None:
-        """As :func:`pycomm._runtime.failure_detector.monitored_barrier`."""
+        """See :func:`pycomm._runtime.failure_detector.monitored_barrier`."""
         self._monitored_barriers += 1
         store = PrefixStore(f"monitored_barrier/{self._monitored_barriers}", self._store)
         monitored_barrier(store, self.rank, self.size, timeout, wait_all_ranks)
@@ -368,14 +369,14 @@ class _Ranks:
 def _make_smaller(
     number: int, timeout: float, members: RendezvousResult, ranks: Sequence[int]
 ) -> Group:
-    """Makes the group that ranks of a larger one shrink to; `number` is this rank's there."""
+    """Makes the group that `ranks` of a larger group shrink to; `number` is this rank there."""
     smaller = make_group(members, ranks.index(number), timeout)
     smaller.ranks = tuple(ranks)
     return smaller
 
 
 def _membership(group: Group, store: Store) -> RendezvousResult:
-    """That of a group that shrink() has made."""
+    """This rank's membership in a group that shrink() has made."""
     here = next(node for node, ranks in enumerate(group.nodes) if group.rank in ranks)
     return RendezvousResult(
         nodes=Nodes(group.nodes, here),
@@ -391,7 +392,7 @@ def _membership(group: Group, store: Store) -> RendezvousResult:
 
 
 def _rank_of(handle: str) -> tuple[int, str]:
-    """The rank that a handle names, and what distinguishes it from others of this rank."""
+    """The rank in a handle, and the token that distinguishes the rank's handles."""
     kind, _, rest = handle.partition(":")
     rank, _, token = rest.partition(":")
     if kind != "pycomm" or not rank.isdecimal():

@@ -66,23 +66,23 @@ class DataParallel(ModuleProxy):
             exchanged nor compared, as in DistributedDataParallel.
         compression: compression of the gradients; None sends them uncompressed. Residuals keep what
             it loses of each parameter, and send it later.
-        bucket_cap_mb: the largest size, in MiB, of a bucket of several parameters. Models of fewer
-            than 16 such buckets have smaller ones.
+        bucket_cap_mb: the largest size, in MiB, of a bucket of several parameters. Models with
+            fewer than 16 such buckets get smaller buckets.
         group: by default the default group.
         grad_scaler: see :class:`pycomm.hooks.CommState`.
         broadcast_buffers: send rank 0's buffers to all ranks before every forward that records
-            gradients, unless a backward of another forward is still to come; with local SGD, before
-            the first one after an exchange.
+            gradients, unless a backward of another forward is still to come; with local SGD, only
+            before the first such forward after an exchange.
         shard: ``"optimizer"`` divides the optimizer's states among the ranks. The step of a fused
             optimizer then averages the gradients of its rank's share, updates it, and writes the
             new parameters to all ranks. ``"gradients"`` divides gradients, too: backward averages
-            them, and each rank keeps its share. Parameters get the same bits as without. See
+            them, and each rank keeps its share. Parameters get the same bits as without it. See
             :meth:`reduce_gradients` to read or change gradients before the step. A
-            :class:`pycomm.Sharding` says more: replicas that survive a lost rank, the ranks that
-            divide, a compression of new parameters.
+            :class:`pycomm.Sharding` has more options: replicas that survive a lost rank, the ranks
+            that divide, a compression of new parameters.
         state: a state of :mod:`pycomm.hooks` that exchanges gradients, made with this module's
-            parameters. It replaces `compression`, `group` and `grad_scaler` by its own, and has
-            options that this wrapper has not: which parameters are sent uncompressed, a warm-up, no
+            parameters. Its options replace `compression`, `group` and `grad_scaler`. It also has
+            options that this wrapper lacks: which parameters are sent uncompressed, a warm-up, no
             residuals. A :class:`pycomm.hooks.LocalSGDState` exchanges parameters every few steps
             instead of gradients in backward: call its ``step()`` after every step of the optimizer.
 
@@ -94,12 +94,12 @@ class DataParallel(ModuleProxy):
             :meth:`no_sync`, gradients are only added up.
 
     Raises:
-        ValueError, TypeError: an argument is not as described; or the modules' parameters and
-            buffers have not the same names, order, shapes, strides, dtypes and requires_grad on all
-            ranks, or the options are not the same. It names the first difference.
+        ValueError, TypeError: an argument is not as described; or the options, or the names, order,
+            shapes, strides, dtypes or requires_grad of the modules' parameters and buffers, differ
+            between ranks. It names the first difference.
         MemoryError: a rank lacks memory for its shards; on all ranks of a group on one node or of
             processes.
-        pycomm.CollectiveError: those of another rank that has joined are not.
+        pycomm.CollectiveError: the module or options of another rank, which has joined, differ.
     """
 
     @refuse_retired("DataParallel")
@@ -141,8 +141,8 @@ class DataParallel(ModuleProxy):
         self._agreements_seen = -1  # of local SGD, when buffers were broadcast
         self._module_takes_weight = _takes_weight(module)
         self._next_weight: float | None = None
-        self._joined_steps: int | None = None  # none outside of join()
-        # The parameters that are exchanged, also if some are frozen since.
+        self._joined_steps: int | None = None  # None outside of join()
+        # The parameters that are exchanged, including parameters that are frozen later.
         self._kept = [p for _, p in common_parameters(module) if p.requires_grad]
         self._own_exchange: Reducer | None = None
         exchanged = self._exchanged()
@@ -171,7 +171,7 @@ class DataParallel(ModuleProxy):
         return outputs
 
     def _is_frozen_copy(self) -> bool:
-        """True for a copy to evaluate, such as a moving average."""
+        """True for a copy that is only evaluated, such as a moving average."""
         return self._own_exchange is None and not any(
             parameter.requires_grad for parameter in self.module.parameters()
         )
@@ -179,8 +179,8 @@ class DataParallel(ModuleProxy):
     def weigh(self, weight: float | None) -> None:
         """Sets the weight of this rank's gradients in the mean, for batches of different sizes.
 
-        The mean is sum(weight * gradient) / sum(weight). A parameter that only ranks with weight 0
-        have used gets no gradient.
+        The mean is sum(weight * gradient) / sum(weight). A parameter gets no gradient if only ranks
+        with weight 0 have used it.
 
         Args:
             weight: the weight for the next forward that records gradients. Set it on all ranks or
@@ -190,9 +190,9 @@ class DataParallel(ModuleProxy):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only adds up gradients inside; the next backward outside exchanges them.
+        """Surrounds backwards that only add up gradients; the next backward outside exchanges them.
 
-        The forwards of these backwards belong inside, too.
+        The forwards of these backwards must be inside, too.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -207,7 +207,7 @@ class DataParallel(ModuleProxy):
         """Makes every parameter's gradient the whole average, for reading or changing it.
 
         All ranks must call this. It also averages the gradients of backwards in :meth:`no_sync`.
-        Without `shard`, other backwards have averaged theirs already.
+        Without `shard`, other backwards have averaged their gradients already.
 
         Raises:
             RuntimeError: inside of :meth:`join`, the last backward was in :meth:`no_sync`.
@@ -224,13 +224,13 @@ class DataParallel(ModuleProxy):
     def sync_buffers(self) -> None:
         """Sends rank 0's buffers to all ranks, such as the statistics of batch normalisation.
 
-        All ranks must call this. A forward in training does so by itself (see `broadcast_buffers`),
-        but what it changes after that is each rank's own: call this before an evaluation that shall
-        have the same results on all ranks.
+        All ranks must call this. A forward in training sends the buffers first (see
+        `broadcast_buffers`), and then changes each rank's own. So call this before an evaluation
+        that must have the same results on all ranks.
 
         Raises:
-            ValueError: elements of a buffer share memory; or, with the error of the operation as
-                its cause, a buffer has changed its size, and not alike on all ranks.
+            ValueError: elements of a buffer share memory; or a buffer has changed its size, but not
+                on all ranks alike; the cause is the error of the operation.
         """
         buffers = common_buffers(self.module)
         for name, buffer in buffers:
@@ -249,12 +249,12 @@ class DataParallel(ModuleProxy):
         """Surrounds a training loop in which ranks may have different numbers of batches.
 
         A rank that has no more batches takes part in the others' exchanges without counting in the
-        mean. At the end all ranks have the parameters and buffers of one of the ranks that stopped
-        last. Buffers are not exchanged before, and optimizer states not at all. With local SGD, see
+        mean. At the end all ranks get the parameters and buffers of a rank that stopped last.
+        Inside, buffers are not exchanged. Optimizer states are never exchanged. With local SGD, see
         :meth:`pycomm.hooks.LocalSGDState.join`; all ranks end with rank 0's buffers.
 
         Raises:
-            ValueError: there is `shard`, with which every rank must take every step: use
+            ValueError: with `shard`, every rank must take every step: use
                 :func:`pycomm.even_batches`.
         """
         if self._sharding is not None:
@@ -276,7 +276,7 @@ class DataParallel(ModuleProxy):
             (last,) = largest([mine], self._group)
             named = [*common_parameters(self.module), *common_buffers(self.module)]
             broadcast_all((tensor for _, tensor in named), last % self._group.size, self._group)
-            increment_version(self._exchange.parameters)  # so that optimizers drop remainders
+            increment_version(self._exchange.parameters)  # so that optimizers notice the write
         finally:
             self._joined_steps = self._exchange.weighing = None
 
@@ -296,7 +296,7 @@ class DataParallel(ModuleProxy):
             if commits:
                 optimizer.step()
 
-        With replicas, the step itself may raise such an error, so it belongs inside of ``try``.
+        With replicas, the step itself may raise such an error, so put it inside of ``try``.
         """
         if self._sharding is not None and self._sharding.replicas == 1:
             raise ValueError(
@@ -312,26 +312,25 @@ class DataParallel(ModuleProxy):
         return self.comm_state.should_commit(ready)
 
     def regroup(self, group: Group) -> None:
-        """Goes on with another group: a smaller one after a failure, or one that has grown.
+        """Continues with another group: a smaller one after a failure, or one that has grown.
 
-        All ranks of the new group call this, except for newcomers: these make a wrapper meanwhile,
-        and get parameters and buffers, which stay as they are on the other ranks. Gradients are
-        dropped, and residuals stay, as :meth:`pycomm.hooks.CommState.regroup` says; with local SGD,
-        see :meth:`pycomm.hooks.LocalSGDState.regroup`. With `shard`, the states of fused optimizers
-        are divided anew; if there are newcomers, by the next step, before which all ranks call
-        :func:`pycomm.share_state`. With replicas, also the states of lost ranks, and a step that
-        has failed is undone.
+        All ranks of the new group call this, except for newcomers. Newcomers make a wrapper
+        meanwhile, and get the other ranks' parameters and buffers. Gradients are dropped, and
+        residuals stay, see :meth:`pycomm.hooks.CommState.regroup`; with local SGD, see
+        :meth:`pycomm.hooks.LocalSGDState.regroup`. With `shard`, the states of fused optimizers are
+        divided anew. If there are newcomers, all ranks call :func:`pycomm.share_state`, and the
+        next step divides the states. With replicas, the states of lost ranks are restored, and a
+        step that has failed is undone.
 
         Raises:
             ValueError: this is called inside :meth:`join`; with `shard` and without replicas, a
-                lost rank has taken a part of the states with it; or a Sharding has a group of its
-                own.
+                lost rank's part of the states is lost; or a Sharding has a group of its own.
             RuntimeError: the ranks' parameters differ, because only some of them took a step; or
                 states have no replicas yet; or between nodes, both copies of a rank's states are
                 lost; on all ranks.
             MemoryError: a rank lacks memory for shards or replicas; on all ranks.
-            pycomm.CollectiveError: a newcomer's module is of another kind, so that its wrapper
-                raises ValueError: shrink the group.
+            pycomm.CollectiveError: a newcomer's module differs, and its wrapper raises ValueError:
+                shrink the group.
         """
         if self._joined_steps is not None:
             raise ValueError("regroup must be called outside of join(): leave it, and join anew")
@@ -367,7 +366,7 @@ class DataParallel(ModuleProxy):
 
     @property
     def _exchange(self) -> Reducer:
-        """The exchange. A copy makes its own when it is trained, as evaluation needs none."""
+        """The exchange. A copy makes its own when it is trained; evaluation needs none."""
         if self._own_exchange is None:
             self._own_exchange = host.ordinary(self._make_exchange, self._exchanged())
         return self._own_exchange
@@ -378,7 +377,7 @@ class DataParallel(ModuleProxy):
         return [p for p in self.module.parameters() if id(p) in kept]
 
     def _make_exchange(self, exchanged: list[torch.Tensor]) -> Reducer:
-        parameters = list(reversed(exchanged))  # about the order of backward
+        parameters = list(reversed(exchanged))  # roughly the order of backward
         if self._sharding is None:
             strategy = Strategy(self.comm_state, parameters)
         else:
@@ -410,7 +409,7 @@ class DataParallel(ModuleProxy):
     def _begin_in(
         self, group: Group, exchanged: list[torch.Tensor], is_new: bool
     ) -> ShardSurvival | None:
-        """Makes all ranks of a group begin with the same model, or go on with it."""
+        """Makes all ranks of a group begin or continue with the same model."""
         module, state, sharding, survival = self.module, self.comm_state, self._sharding, None
         options: dict[str, object] = {**self._options, "shard": None, "has_group": False}
         if sharding is not None:
@@ -430,7 +429,7 @@ class DataParallel(ModuleProxy):
         return survival
 
     def _check_parameters(self) -> None:
-        """Raises RuntimeError after a failed step; a copy that was not trained has taken none."""
+        """Raises RuntimeError after a failed step; a copy that was not trained has not stepped."""
         if self._own_exchange is not None:
             self._own_exchange.strategy.check()
 
@@ -447,7 +446,7 @@ class DataParallel(ModuleProxy):
         exchange, syncing = self._exchange, self.require_backward_grad_sync
         inside_backward = backward_id() >= 0
         if not inside_backward:
-            self._group._keep_promise()  # perhaps of another model
+            self._group._keep_promise()  # of any model
             exchange.catch_up()
         exchange.members.check(self.module)
         group = self.comm_state.gradient_group if syncing else None
@@ -462,7 +461,7 @@ class DataParallel(ModuleProxy):
             self._joined_steps += active
             exchange.handshake.expect(active)
             return exchange.weighing.active_ranks() > 0
-        # While a backward is to come, it may need the buffers as its forward has seen them.
+        # A backward that is still to come may need the buffers of its forward.
         waits = exchange.handshake.awaits_backward
         if self._broadcast_buffers and not waits and self._agree_anew():
             self.sync_buffers()
@@ -470,7 +469,7 @@ class DataParallel(ModuleProxy):
         return True
 
     def _agree_anew(self) -> bool:
-        """True if ranks have come to the same parameters since the last call."""
+        """True if ranks have agreed on parameters since the last call."""
         if not self.comm_state.averages_parameters:
             return True
         state = cast("LocalSGDState", self.comm_state)
@@ -496,7 +495,7 @@ def _check_overlap(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_dense(module: nn.Module) -> None:
-    """Raises ValueError if the module says that a gradient will be sparse."""
+    """Raises ValueError if an option of the module makes a gradient sparse."""
     names = ignored(module)
     for prefix, each in module.named_modules():
         if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse:
@@ -520,7 +519,7 @@ def _sharding_of(shard: object) -> Sharding:
 
 
 def _check_state(state: object, module: nn.Module, given: Mapping[str, object]) -> None:
-    """Raises an error if a state does not fit the module, or for options that belong to it."""
+    """Raises an error if a state does not fit the module, or for options of the state."""
     if not isinstance(state, HookState):
         raise TypeError(f"state must be one of pycomm.hooks, got {state!r}")
     for name, value in given.items():

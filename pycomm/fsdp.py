@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-# Window memory of a process group that is used again instead of being freed.
+# Window memory of a process group that is reused instead of being freed.
 
 _CPU = torch.device("cpu")
 
@@ -42,12 +42,12 @@ class Buffers:
     """Buffers for one process group.
 
     The kernel clears new memory of a window, which takes longer than exchanging it. So a buffer is
-    kept and handed out again when no tensor shares its memory any more.
+    kept, and reused when no other tensor shares its memory.
     """
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
-        self._users: list[int] = []  # of each buffer's memory, if only this list refers to it
+        self._users: list[int] = []  # of each buffer's memory when only this list refers to it
 
     def take(self, group: ProcessGroup, count: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor of `count` elements in CPU memory, in the window if possible."""
@@ -62,7 +62,7 @@ class Buffers:
 
     def _add(self, group: ProcessGroup, nbytes: int) -> torch.Tensor:
         backend = backend_of(group, _CPU)
-        with torch.inference_mode(False):  # else it could not be written outside of that mode
+        with torch.inference_mode(False):  # inference tensors could not be written later
             if backend.supports_tensor_alloc(_CPU):
                 buffer: torch.Tensor = backend.allocate_tensor(
                     nbytes, dtype=torch.uint8, device=_CPU
@@ -87,7 +87,7 @@ def buffers_of(group: ProcessGroup) -> Buffers:
 _AllGather: Any
 _ReduceScatter: Any
 _AllGather, _ReduceScatter = fsdp_interfaces()
-_ALIGNMENT = 16  # bytes, of every encoding in a buffer
+_ALIGNMENT = 16  # bytes, for each encoding in a buffer
 
 
 class _Comm:
@@ -114,15 +114,15 @@ class _Comm:
     ) -> torch.Tensor:
         """Makes a buffer for FSDP.
 
-        Only uncompressed operations exchange it as it is, so only theirs lies in the window. On the
-        CPU it is memory of an earlier buffer that is not in use any more, if there is one.
+        Only uncompressed operations exchange the buffer itself, so only their buffers lie in the
+        window. On the CPU, the memory of an unused earlier buffer is reused, if there is one.
         """
         if self._compression is not None:
             return torch.empty(*size, dtype=dtype, device=device)
         return self._buffer(math.prod(int(n) for n in size), dtype, device)
 
     def _buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory that the group exchanges without staging, if its backend has such memory."""
+        """Memory that the group exchanges without staging, if its backend supports that."""
         if device.type == "cpu":
             return buffers_of(self._group).take(self._group, count, dtype)
         backend = backend_of(self._group, device)
@@ -134,7 +134,7 @@ class _Comm:
     def _check(
         self, whole: torch.Tensor, whole_name: str, block: torch.Tensor, group: dist.ProcessGroup
     ) -> None:
-        """Checks one call; `block` is what this rank has of `whole`."""
+        """Checks one call; `block` is this rank's part of `whole`."""
         if group is not self._group:
             ours, theirs = map(dist.get_process_group_ranks, (self._group, group))
             if ours != theirs:
@@ -195,7 +195,7 @@ class AllGather(_Comm, _AllGather):  # type: ignore[misc]
             output_tensor: group size times as many elements as `input_tensor`.
             input_tensor: this rank's block, which may be a part of `output_tensor`. Compressed:
                 float32, float16 or bfloat16.
-            group: the group of the constructor, or another one of the same ranks.
+            group: the group of the constructor, or another group of the same ranks.
             async_op: return a Work. With a compression, its ``wait`` decodes.
 
         Raises:
@@ -218,13 +218,13 @@ class AllGather(_Comm, _AllGather):  # type: ignore[misc]
 
 
 class ReduceScatter(_Comm, _ReduceScatter):  # type: ignore[misc]
-    """Reduces gradients to sharded ones, for ``FSDPModule.set_custom_reduce_scatter``.
+    """Reduces gradients to sharded gradients, for ``FSDPModule.set_custom_reduce_scatter``.
 
-    With a compression, each rank encodes all shards of its gradient and sends each to its owner,
-    which decodes and adds them in fp32 and in rank order. With ``pycomm.Int8()`` the error of a
-    mean is at most A/254, plus rounding, where A is the largest magnitude in all ranks' blocks of
-    256. There is no error feedback, because each rank would need a residual as large as the whole
-    model.
+    With a compression, each rank encodes all shards of its gradient and sends each shard to its
+    owner. The owner decodes the shards and adds them in fp32 and in rank order. With
+    ``pycomm.Int8()`` the error of a mean is at most A/254, plus rounding, where A is the largest
+    magnitude in all ranks' blocks of 256. There is no error feedback, because each rank would need
+    a residual as large as the whole model.
 
     Args:
         group: as for :class:`AllGather`.
@@ -247,7 +247,7 @@ class ReduceScatter(_Comm, _ReduceScatter):  # type: ignore[misc]
         Args:
             output_tensor: receives this rank's block.
             input_tensor: a block per rank. Compressed: float32, float16 or bfloat16.
-            group: the group of the constructor, or another one of the same ranks.
+            group: the group of the constructor, or another group of the same ranks.
             op: a ReduceOp; compressed SUM or AVG. FSDP's ``set_gradient_divide_factor`` needs
                 PREMUL_SUM, unless ``set_force_sum_reduction_for_comms(True)`` was called.
             async_op: return a Work. With a compression, its ``wait`` decodes and adds.

@@ -48,8 +48,8 @@ class Group:
     """One rank's membership in a group of ranks, on one node or several.
 
     :func:`init` and :class:`pycomm.LocalWorld` make groups. Operations on a group run in the order
-    in which they were called, from whichever threads. All ranks must call the same operations in
-    the same order.
+    in which they were called, on any threads. All ranks must call the same operations in the same
+    order.
 
     A group is a context manager: it is closed at the end of the block. If an exception ends the
     block while operations are running, the group is aborted first.
@@ -66,8 +66,8 @@ class Group:
         nodes: the ranks of each node, ascending; nodes are ordered by their first rank.
         stripes: the number of ranks of every node that exchange with other nodes. These are its
             first ranks, and the i-th ranks of all nodes exchange with each other. 0 on one node.
-        ranks: for each rank, its number in the group from which this one has shrunk, over however
-            many steps; for a new group or one that has grown, 0, 1, ...
+        ranks: for each rank, its number in the group from which this one has shrunk, in one or more
+            steps; for a new group or one that has grown, 0, 1, ...
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class Group:
         if len(nodes.ranks) > 1:
             self._core.span(nodes.ranks, nodes.here, link, port, timeout)
         self._handle = self._core.handle
-        # The handle for the short way of collectives; None while a trace runs.
+        # The handle for the fast path of collectives; None while a trace runs.
         self._short_way: object = self._handle
         self._tags = itertools.cycle(range(1, 1 << 16))
         self._told: set[str] = set()  # messages that are logged once
         self._span: InternodeProcessGroups | None = None  # NCCL between nodes
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
-        # Catches up with the exchange of gradients that a forward has promised last.
+        # Catches up with the exchange of gradients that the last forward has promised.
         self._catch_up: weakref.WeakMethod[Callable[[], None]] | None = None
         self._preserved = itertools.count()  # numbers of operations with preserve=True
         self._shrunk = 0  # how many times the first group has shrunk to become this one
@@ -170,10 +170,10 @@ class Group:
         return torch.frombuffer(allocation, dtype=torch.uint8).view(dtype)[:count].view(shape)
 
     def trim(self) -> None:
-        """Frees memory that operations keep for later ones of their kind.
+        """Frees working memory that operations keep for later operations.
 
-        Top-k and operations between nodes keep their working memory on the CPU, which grows with
-        the largest tensor so far. This method waits for running operations. Other ranks need not
+        Top-k and operations between nodes keep working memory on the CPU, as much as the largest
+        tensor so far has needed. This method waits for running operations. Other ranks need not
         call it.
 
         Raises:
@@ -250,22 +250,22 @@ class Group:
         return make_report(self._core.state(operations))
 
     def stats(self, since: Stats | None = None) -> Stats:
-        """Tells what this rank's operations have taken, by kind, device and size.
+        """Returns statistics of this rank's operations, by kind, device and size.
 
-        Every operation that has succeeded counts. Of those on CPU tensors of less than 64 KiB that
-        wait for less than about a microsecond, one in 16 is timed and stands for all.
+        Every operation that has succeeded counts. Of operations on CPU tensors of less than 64 KiB
+        that wait for less than about a microsecond, only one in 16 is timed and stands for all.
 
-        Those on CUDA tensors count within about 5 ms of their end, with times of the device's
-        clock; so does every replay of a graph. If the device ends more than 4096 of them while this
-        process does not run, the oldest are missing. In a group that spans nodes, CUDA tensors that
-        go through host memory count as CPU tensors.
+        Operations on CUDA tensors count within about 5 ms of their end, with times of the device's
+        clock; so does every replay of a graph. If the device ends more than 4096 operations while
+        this process does not run, the oldest are missing. In a group that spans nodes, CUDA tensors
+        that go through host memory count as CPU tensors.
 
         Any thread may call this at any time, also while operations run. Other ranks need not call
         it, and nothing is synchronised. In a group that spans nodes, the wait for a late rank of
         another node belongs to the exchange.
 
         Args:
-            since: an earlier result, to tell only what has come after it.
+            since: an earlier result, to count only later operations.
 
         Returns:
             The statistics; ``print`` shows a table.
@@ -282,14 +282,13 @@ class Group:
     def skew(self, since: Stats | None = None) -> dict[int, float]:
         """Scores the ranks of this node by their own time, that is, outside of operations.
 
-        In synchronous training all ranks take the same time for a step, because the fast ones wait
-        for the slow one. This takes the time in which a rank's program is blocked in operations of
-        this group, or waits for works, off the whole. What is left is the rank's own: computing,
-        reading data, and also waits that this group does not see, such as those for messages or for
-        a CUDA device.
+        In synchronous training all ranks take the same time for a step, because fast ranks wait for
+        the slowest. A rank's own time is the whole time without the time in which its program is
+        blocked in operations of this group, or waits for works. It includes computing, reading
+        data, and waits that this group does not see, such as waits for messages or a CUDA device.
 
         Args:
-            since: an earlier result of :meth:`stats`, to score only what has come after it.
+            since: an earlier result of :meth:`stats`, to score only the time after it.
 
         Returns:
             By rank, the fastest rank's own time divided by this rank's: 1 is the fastest, and 0.83
@@ -312,16 +311,15 @@ class Group:
     def should_commit(self, ready: bool = True) -> bool:
         """Decides whether all ranks take a step, such as the optimizer's; a collective call.
 
-        No operation can promise that it succeeds on all ranks or on none: a rank may die when some
-        have already gone on. This decision can. Every rank that survives gets the same answer, so a
-        step is taken by all of them or by none. On CUDA it waits for the device first.
+        Other operations may succeed on some ranks only: a rank may die when others have continued.
+        This decision cannot. All surviving ranks get the same answer, so all of them take a step,
+        or none does. On CUDA it waits for the device first.
 
         Args:
             ready: False if this rank cannot take the step.
 
         Returns:
-            True if all ranks are ready. That may be so although a rank has died since; the next
-            operation raises then.
+            True if all ranks are ready. A rank may have died since; the next operation raises then.
 
         Raises:
             ValueError: the group is a ``LocalWorld`` with simulated nodes.
@@ -342,37 +340,37 @@ class Group:
     def shrink(
         self, timeout: float | timedelta | None = None, *, exclude: Sequence[int] = ()
     ) -> Group:
-        """Makes a smaller group of the ranks that are left after a failure.
+        """Makes a smaller group of the remaining ranks after a failure.
 
-        All survivors call this; a rank that calls it makes the others fail if they have not yet.
-        They agree over shared memory, without torch.distributed and its Store, which may have died
-        with a rank. If the group was the default group, the smaller one takes its place. This group
-        is closed; close the smaller one yourself, also in a ``with`` block of this one.
+        All survivors call this; the call makes operations of the others fail if none has failed
+        yet. They agree over shared memory, without torch.distributed and its Store, which may have
+        died with a rank. If the group was the default group, the smaller one takes its place. This
+        group is closed; close the smaller one yourself, also in a ``with`` block of this one.
 
-        A rank survives if it calls this method. Ranks that have ended or have closed the group are
-        not waited for, and neither is the rank that let others wait until :class:`pycomm.Timeout`.
-        If a rank dies in the meantime, the first operation of the smaller group may raise, and that
-        group can be shrunk in turn.
+        A rank survives if it calls this method. The method waits neither for ranks that have ended
+        or closed the group, nor for the rank that has caused a :class:`pycomm.Timeout`. If a rank
+        dies in the meantime, the first operation of the smaller group may raise, and that group can
+        be shrunk in turn.
 
         Args:
-            timeout: how long to wait for ranks that live but have not called this, in seconds or as
-                a timedelta. Then they are left out on one node; between nodes this raises. By
-                default the group's timeout.
-            exclude: ranks to leave out although they may live, the same on all survivors. They are
-                not waited for.
+            timeout: how long to wait for live ranks that have not called this, in seconds or as a
+                timedelta. After that, this leaves them out on one node, and raises between nodes.
+                By default the group's timeout.
+            exclude: ranks to leave out without waiting for them, also if they live; the same on all
+                survivors.
 
         Returns:
-            The smaller group, whose ranks have the order of this group's;
-            :attr:`ranks` tells their former numbers.
+            The smaller group, whose ranks have the same order as in this group;
+            :attr:`ranks` has their former numbers.
 
         Raises:
             ValueError: the group is a ``LocalWorld`` with simulated nodes, or `exclude` has numbers
-                that are no other ranks'.
+                that are not other ranks.
             pycomm.GroupUnusable: the others have shrunk the group without this rank, or may do so;
                 it was shrunk or closed before; or another thread has called :meth:`abort`
                 meanwhile.
-            pycomm.Timeout: between nodes, a rank that lives has not come; on all that have. Call
-                this again to go on waiting, or close the group.
+            pycomm.Timeout: between nodes, a live rank has not called this; on all ranks that have.
+                Call this again to continue waiting, or close the group.
             MemoryError: no survivor has room in its part of shared memory.
         """
         patience = seconds(timeout, self.timeout)
@@ -392,7 +390,7 @@ class Group:
         try:
             window, members = self._core.shrink(patience, list(exclude))
         except BaseException as error:
-            if not isinstance(error, GroupUnusable):  # else another thread may still shrink it
+            if not isinstance(error, GroupUnusable):  # another thread may still shrink it
                 self.close()
             raise
         self._leave()
@@ -425,13 +423,13 @@ class Group:
             self._ended_by = self._core.ended_by or self._ended_by
             self._leave()
             smaller = survivors.shrink(self._unresponsive, exclude, patience, self._ended_by)
-        except Timeout:  # this rank is still one that others wait for, and may shrink again
+        except Timeout:  # others still wait for this rank, which may shrink again
             self._meets_survivors = False
             raise
         except BaseException:
             survivors.listener.close()
             raise
-        self._survivors = None  # its listener is that of the smaller group
+        self._survivors = None  # the smaller group has its listener
         return smaller
 
     def _among_survivors(self) -> Survivors[Group]:
@@ -452,18 +450,19 @@ class Group:
     ) -> Group:
         """Lets a group that spans nodes, or has shrunk from one that did, shrink over listeners.
 
-        On one node, too: a rank that failed to join it waits at the listeners of those that did.
+        This is also needed after it has shrunk to one node: a rank that failed to join waits at the
+        listeners of the members.
 
         Args:
             listener: the listener of this rank.
-            rank: this rank, as the listener numbers it.
+            rank: this rank's number at the listener.
             mine: the introduction of this rank.
-            make: makes a smaller group of this rank's membership and its ranks, by those numbers.
+            make: makes a smaller group from this rank's membership and the ranks' numbers.
 
         Returns:
             This group.
         """
-        # Now, because after a failure modules may lie on a file system that is out of reach.
+        # Imported now, because after a failure the file system may be out of reach.
         from pycomm._runtime.shrink import Survivors
 
         self._decides = True
@@ -486,8 +485,8 @@ class Group:
     def address(self) -> str | None:
         """Where other processes can ask to join: ``host:port/secret``, for :func:`pycomm.join`.
 
-        Rank 0 listens there from its first use of this, or the first :meth:`grow`, on. The others
-        learn the address in :meth:`grow`; before, it is None there. The secret admits processes of
+        Rank 0 listens there from its first use of this property, or from the first :meth:`grow` on.
+        On the other ranks it is None until :meth:`grow` tells them. The secret admits processes of
         the same user, so keep it from others.
         """
         growth = self._growing()
@@ -497,26 +496,26 @@ class Group:
         return None if growth.address is None else str(growth.address)
 
     def grow(self, timeout: float | timedelta | None = None) -> Group:
-        """Lets processes in that wait in :func:`pycomm.join`; a collective call.
+        """Admits processes that wait in :func:`pycomm.join`; a collective call.
 
-        Call it between two steps, say. If nobody waits, it costs as much as a few barriers. If
-        processes wait, the members make a larger group with them: this one is closed, and if it was
-        the default group, the larger one takes its place. Close the larger one yourself, also in a
-        ``with`` block of this one.
+        Call it between two steps, for example. If no process waits, it costs as much as a few
+        barriers. If processes wait, the members make a larger group with them: this group is
+        closed, and if it was the default group, the larger one takes its place. Close the larger
+        one yourself, also in a ``with`` block of this one.
 
-        Members keep their ranks, the newcomers come behind them. A newcomer that fails meanwhile
+        Members keep their ranks, and newcomers get the next ranks. A newcomer that fails meanwhile
         is left out. If one fails when some ranks have returned, the larger group's next operation
         raises, and it can be shrunk.
 
         Args:
-            timeout: how long to wait for newcomers that have asked to join and do not answer any
-                more, in seconds or as a timedelta; by default 30 seconds, or the group's timeout if
-                that is shorter. The shortest of all ranks counts.
+            timeout: how long to wait for newcomers that have asked to join but no longer answer, in
+                seconds or as a timedelta; by default 30 seconds, or the group's timeout if that is
+                shorter. The shortest timeout of all ranks counts.
 
         Returns:
-            The larger group, or this one if nobody was let in. If a rank has failed just after the
-            members had agreed, those that are left; if they do not come before the group's timeout,
-            the larger group, which has failed and can be shrunk.
+            The larger group, or this group if no process was admitted. If a rank has failed just
+            after the members had agreed, a group of the remaining ranks; if they do not meet before
+            the group's timeout, the larger group, which has failed and can be shrunk.
 
         Raises:
             ValueError: the ranks are threads.
@@ -536,7 +535,7 @@ class Group:
         self.close()
         log.group_grown(larger, self)
         if not larger._core.usable():
-            with contextlib.suppress(Timeout):  # then it is the caller's to shrink
+            with contextlib.suppress(Timeout):  # then the caller can shrink it
                 return larger.shrink()
         return larger
 
@@ -556,8 +555,8 @@ class Group:
     def abort(self) -> None:
         """Makes every rank that is in an operation, or enters one, raise :class:`pycomm.Aborted`.
 
-        Any thread may call this. Afterwards the group cannot be used any more. If this rank is in
-        :meth:`shrink`, that ends, too.
+        Any thread may call this. Afterwards the group is unusable. This also ends a running
+        :meth:`shrink` of this rank.
         """
         self._abort_operations()
         self._stop_shrinking()
@@ -602,14 +601,14 @@ class Group:
     def _keep_promise(self) -> None:
         """Takes part in an exchange of gradients that this rank has promised, if others are in it.
 
-        So a rank whose backward has raised can call other operations with the others.
+        So a rank whose backward has raised can run other operations with the other ranks.
         """
         catch_up = None if self._catch_up is None else self._catch_up()
         if catch_up is not None:
             catch_up()
 
     def _next_tag(self) -> int:
-        """A number, compared by ranks, that distinguishes one user's operations. 0 means none."""
+        """A number that distinguishes one user's operations; ranks compare it. 0 means none."""
         return next(self._tags)
 
     def _spans(self, device: torch.device) -> bool:
@@ -628,7 +627,7 @@ class Group:
         return stages
 
     def _cuda_side(self, device: torch.device) -> CudaSide:
-        """This rank's CUDA side; all ranks together make theirs at the first call."""
+        """This rank's CUDA side; the first call is collective and makes it."""
         self._core.check_usable()
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -664,7 +663,7 @@ class Group:
 def _tell(
     link: _C.Transport, ranks: Sequence[int], nodes: Sequence[Sequence[int]], alarm: Alarm
 ) -> None:
-    """Takes the alarm of a rank of another node for that node's farewell."""
+    """Treats the alarm of a rank of another node as that node's farewell."""
     for node, local in enumerate(nodes):
         if alarm.rank in (ranks[rank] for rank in local):
             link.told(node, alarm.word)

@@ -77,9 +77,9 @@ class Int8State(CommState):
 class TopKState(CommState):
     """The state of :func:`topk_hook`, which sends the largest gradients, with error feedback.
 
-    By default about half a bit per parameter travels. With momentum or Adam, the loss is then
-    closer to the uncompressed one than with 1 % in fp32, which takes as many bytes. It is closer
-    still with `local_residuals` of :class:`LocalSGDState` (docs/data-parallel.md).
+    By default it sends about half a bit per parameter. With momentum or Adam, the loss is then
+    closer to uncompressed training than with 1 % in fp32, which takes as many bytes. It is even
+    closer with `local_residuals` of :class:`LocalSGDState` (docs/data-parallel.md).
 
     Args:
         params: see :class:`CommState`.

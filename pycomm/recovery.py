@@ -1,17 +1,18 @@
 """Completing an operation in which a rank was lost: ``preserve=True`` and :func:`recover`.
 
 A preserved operation ends with a decision (csrc/cpu/faults/decision.h). So it succeeds on all
-survivors or raises on all of them, and none goes on while another one still needs its result. In
-the smaller group, recover() takes these steps:
+survivors or raises on all of them, and no rank continues while another one needs its result. In the
+smaller group, recover() takes these steps:
 
 1. All ranks tell each other which operation failed, and what they have of it.
-2. If ranks hold the result, the first of them broadcasts it. Otherwise, if all contributions are
-   intact, the ranks repeat the operation.
-3. Another decision. If it fails, all survivors raise, and begin again in the next smaller group.
+2. If any ranks hold the result, the first of them broadcasts it. Otherwise, if all contributions
+   are intact, the ranks repeat the operation.
+3. The ranks decide again. If that fails, all survivors raise, and begin again in the next smaller
+   group.
 
-All holders hold the same bits: a rank becomes one by the operation itself, by a broadcast from a
-holder, or by a repetition; and the ranks repeat an operation only together, and if there is no
-holder among them.
+All holders hold the same bits: a rank gets the result from the operation itself, from a holder's
+broadcast, or from a repetition. Ranks repeat an operation only all together, and only if none of
+them holds the result.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ class _Has(enum.IntEnum):
     NOTHING = 0
     CONTRIBUTION = 1
     RESULT = 2
-    SUCCEEDED = 3  # the result has been the caller's since, who may have overwritten it
+    SUCCEEDED = 3  # the caller has the result, and may have overwritten it
 
 
 class _Kept:
-    """A tensor that the caller must leave alone for now. Torch counts the changes that it makes."""
+    """A tensor that the caller must not change for now. Torch counts its own changes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.look()
 
     def look(self) -> None:
-        """Takes the tensor as it is now."""
+        """Records the tensor's present version."""
         self._version = self._count()
 
     def changed(self) -> bool:
@@ -88,7 +89,7 @@ class Preserved:
             contribution: stays as it is, so that the operation can be repeated; None if it cannot.
             given: the caller's tensor or array for the result.
             holds: True if `result` holds the result already, as on the source of a broadcast.
-            options: of the operation, as for :func:`pycomm._work.launch`.
+            options: the operation's options, as for :func:`pycomm._work.launch`.
         """
         if result.device.type != "cpu":
             raise ValueError(f"preserve must be False for tensors on {result.device}, got True")
@@ -111,7 +112,7 @@ class Preserved:
             return self.given
         try:
             work = self._run(self._group, source, async_op=True)
-        except _FAILURES as error:  # of an earlier operation; other ranks may not know of it yet
+        except _FAILURES as error:  # an earlier operation's; other ranks may not know of it yet
             work = Work(None, (), functools.partial(_raise, error))
         self._result.look()
         work._settle = self.settle
@@ -132,17 +133,17 @@ class Preserved:
         self.succeed()
 
     def succeed(self) -> None:
-        """Leaves the result to the caller, and frees what a repetition would need."""
+        """Leaves the result to the caller, and frees the contribution."""
         self._succeeded, self._contribution = True, None
 
     def find_out(self, work: Work) -> None:
-        """Finds out whether `work`, for which nobody has waited, has completed on this rank."""
+        """Finds out whether `work`, without a wait so far, has completed on this rank."""
         if not (self._succeeded or self._holds or self._result.changed()):
             with contextlib.suppress(*_FAILURES):
                 self._fill(work._complete)
 
     def claim(self) -> list[int]:
-        """What ranks tell each other: which operation it is, and what this rank has of it."""
+        """This rank's message to the others: which operation it is, and what the rank has of it."""
         self._holds = self._holds and not self._result.changed()
         if self._contribution is not None and self._contribution.changed():
             self._contribution = None
@@ -181,7 +182,7 @@ class Preserved:
         )  # fmt: skip
 
     def _share(self, group: Group, holder: int) -> None:
-        """Broadcasts the result. Other holders receive it elsewhere, and so never lose theirs."""
+        """Broadcasts the result. Other holders receive a copy, so they never lose their own."""
         result = self._result.tensor
         aside = self._holds and group.rank != holder
         target = torch.empty_like(result) if aside else result
@@ -193,7 +194,7 @@ class Preserved:
         )  # fmt: skip
 
     def _fill(self, run: Callable[[], object]) -> None:
-        """Runs what gives this rank the result, unless it raises."""
+        """Runs a function that gives this rank the result, unless it raises."""
         try:
             run()
             self._holds = True
@@ -210,7 +211,7 @@ class Preserved:
 
 _LABEL = "recover"
 _NO_OPERATION = [-1, -1, 0, _Has.NOTHING]
-# The operations that errors and works stand for. Not attributes: errors are pickled, tensors not.
+# The operations of errors and works. No attributes, since errors are pickled, but tensors not.
 _operations: WeakKeyDictionary[PycommError | Work, Preserved] = WeakKeyDictionary()
 
 
@@ -219,17 +220,17 @@ def recover(failed: CollectiveError | GroupUnusable | Work, *, group: Group | No
 
     The operation must have been called with ``preserve=True``, on the CPU. All survivors first call
     :meth:`Group.shrink`, then this. If a survivor has completed the operation, all get its result.
-    If none has, they repeat an all-reduce with their own contributions, which are fewer: a sum
-    lacks those of the lost ranks, and an average divides by the smaller size. All survivors get the
-    same bits, or all raise. docs/recovery.md shows a loop.
+    If none has, the survivors repeat an all-reduce: a sum then lacks the contributions of the lost
+    ranks, and an average divides by the smaller size. All survivors get the same bits, or all
+    raise. docs/recovery.md shows a loop.
 
-    Between the error and this call, leave the operation's tensors alone. Changes by torch are
-    noticed, and are as if the rank did not have the tensor; others are not.
+    Do not change the operation's tensors between the error and this call. A tensor that torch has
+    changed counts as lost; other changes are not noticed.
 
     Args:
         failed: the error that the operation, ``Work.wait()`` or an earlier :func:`recover` has
-            raised; or the operation's :class:`Work`, which need not have been waited for. If
-            several works have failed, recover each, in the order of the calls.
+            raised; or the operation's :class:`Work`, even without a wait. If several works have
+            failed, recover each, in the order of the calls.
         group: what :meth:`Group.shrink` has returned; by default the default group.
 
     Returns:
@@ -237,7 +238,7 @@ def recover(failed: CollectiveError | GroupUnusable | Work, *, group: Group | No
 
     Raises:
         TypeError, ValueError: an argument is not as described.
-        pycomm.NotRecoverable: nobody can have the result; on all survivors.
+        pycomm.NotRecoverable: the result is lost; on all survivors.
         pycomm.CollectiveError: another rank was lost; on all survivors. Shrink `group` in turn, and
             call this again, with this error or with `failed`.
     """
@@ -278,7 +279,7 @@ def _exchange(group: Group, claim: list[int]) -> list[list[int]]:
 
 
 def _disagreement(claims: list[list[int]]) -> str:
-    """Why the ranks' operations are not one operation; empty if they are."""
+    """Why the ranks' operations are not the same operation; empty if they are."""
     without = [rank for rank, (_, number, _, _) in enumerate(claims) if number < 0]
     if without:
         who = f"rank{'s' * (len(without) > 1)} {', '.join(map(str, without))} of the smaller group"

@@ -1,8 +1,8 @@
 """Collectives on CUDA tensors of a group that spans nodes, over NCCL.
 
-The phases are those of csrc/cpu/internode/group.h, and so are the bits. Inside the nodes they are
-collectives of a group of the node's ranks, between the nodes operations of NCCL
-(pycomm/_nccl/process_groups.py), and the sums in between are operations of torch.
+Phases and bits are the same as in csrc/cpu/internode/group.h. Inside a node, a group of the node's
+ranks runs collectives. Between nodes, NCCL sends the data (pycomm/_nccl/process_groups.py). Torch
+adds it up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from pycomm.group import Group
 
-# What operations that span nodes have in common: their ranks and their tiles.
+# Ranks and tiles of operations that span nodes.
 
 
 class NodeTopology:
@@ -59,7 +59,7 @@ class NodeTopology:
         return self._carriers is not None
 
     def in_node_order(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Flat blocks of all ranks, those of a node one behind the other."""
+        """Flat blocks of all ranks, node by node."""
         if self._order is None:
             return blocks
         return blocks.view(self.world, -1)[self._order].view(-1)
@@ -73,7 +73,7 @@ class NodeTopology:
         return ordered
 
     def sum_to_carriers(self, stripes: torch.Tensor, op: str) -> torch.Tensor:
-        """This node's sums of a row per stripe; a carrier gets its own, the others something."""
+        """This node's sums of each stripe's row; a carrier gets its own, others an unused row."""
         op = "sum" if op == "avg" else op  # divided once, between nodes
         mine = stripes[min(self.index, self.stripes - 1)]
         if self._node is None:
@@ -87,7 +87,7 @@ class NodeTopology:
         return mine
 
     def gather_from_carriers(self, stripes: torch.Tensor, mine: torch.Tensor) -> None:
-        """Every rank of this node gets all rows, of which a carrier has its own."""
+        """Every rank of this node gets all rows; each carrier has one."""
         if self._node is None:
             copy(stripes[0], mine)
         elif self.even:
@@ -128,20 +128,20 @@ def check_two_shot(algorithm: str) -> None:
 
 
 class Tile(Protocol):
-    """The stages of a part of an operation; those of several parts overlap."""
+    """The stages of a part of an operation; stages of several parts overlap."""
 
     def stage(self) -> None:
         """Starts to send contributions."""
 
     def reduce(self) -> None:
-        """Adds up what has come, and starts to send the result."""
+        """Adds up the received contributions, and starts to send the result."""
 
     def gather(self) -> None:
-        """Takes the results that have come."""
+        """Stores the received results."""
 
 
 def run_tiles(tiles: Sequence[Tile]) -> None:
-    """Runs the stages of all tiles; while one tile is added up, others are on the wire."""
+    """Runs the stages of all tiles; while one tile is added up, others are sent."""
     depth = _C.pipeline_depth
     for step in range(len(tiles) + 2 * depth):
         if step < len(tiles):
@@ -159,10 +159,10 @@ def copy(to: torch.Tensor, given: torch.Tensor) -> None:
 
 # Reductions over the parts of several nodes as operations of torch.
 #
-# The bits are those of csrc/core/reduce.h: 16-bit floats accumulate in fp32, integers wrap around,
-# the mean divides once, and NaNs are canonical.
+# The bits are the same as in csrc/core/reduce.h: 16-bit floats accumulate in fp32, integers wrap
+# around, the mean divides once, and NaNs are canonical.
 
-# Unsigned types whose arithmetic torch lacks; their sums, products and bits are the signed ones'.
+# Torch lacks arithmetic on these types; signed types give the same bits of sums and products.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _OF_BOOL = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}
@@ -192,7 +192,7 @@ def combine(parts: torch.Tensor, op: str, ranks: int) -> torch.Tensor:
     """Reduces over the first dimension, in its order.
 
     Args:
-        parts: the contributions, contiguous; their dtype has the reduction. Overwritten.
+        parts: the contributions, contiguous, of a dtype that has the reduction. Overwritten.
         op: the reduction, by pycomm's name.
         ranks: the number of ranks that have contributed; the mean's divisor.
 
@@ -212,7 +212,7 @@ def combine(parts: torch.Tensor, op: str, ranks: int) -> torch.Tensor:
     for part in parts[1:]:
         total = _FOLDS[op](total, part.to(wide))
     if op == "avg":
-        # A tensor on the device: by a number, CUDA would multiply with the inverse.
+        # A tensor, because CUDA multiplies with the inverse of a number.
         divisor = torch.full((), ranks, dtype=wide, device=parts.device)
         total.div_(divisor, rounding_mode=None if wide.is_floating_point else "trunc")
     return rounded(total, dtype)
@@ -222,7 +222,7 @@ def rounded(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A sum in the dtype of its result, with canonical NaNs; it may be the same tensor."""
     result = total.to(dtype)
     if dtype.is_floating_point:
-        result.masked_fill_(result.isnan(), math.nan)  # processors make different ones
+        result.masked_fill_(result.isnan(), math.nan)  # processors make different NaNs
     return result
 
 
@@ -269,8 +269,8 @@ class NcclExchange:
     def all_gather(self) -> None:
         """Every rank gets all blocks."""
         between, count = self.between, self.source.numel()
-        if not between.even:  # the blocks of others are zeros
-            own = self.source.clone()  # it may lie in the result
+        if not between.even:  # other ranks' blocks are zeros
+            own = self.source.clone()  # the source may lie in the result
             self.result.zero_().view(between.world, count)[between.rank] = own
             bits = self.result.view(torch.uint8)
             NcclExchange(between, bits, bits, "bor", 0).all_reduce()
@@ -315,7 +315,7 @@ def _enqueued(collective: str, flow: Callable[[NcclExchange], None]) -> Collecti
         async_op: bool,
     ) -> Any:
         check_two_shot(algorithm)
-        operation_of(collective, algorithm, source.dtype, op, root)  # refuses what the dtype lacks
+        operation_of(collective, algorithm, source.dtype, op, root)  # refuses wrong reductions
         increment_version(result)
         given, made, finish = dense_stand_ins(source, result)
         if given.numel():
@@ -329,7 +329,7 @@ def _enqueued(collective: str, flow: Callable[[NcclExchange], None]) -> Collecti
     return run
 
 
-# What pycomm._work.launch() runs over NCCL; other collectives go through host memory.
+# Collectives that pycomm._work.launch() runs over NCCL; others go through host memory.
 COLLECTIVES: dict[str, Collective] = {
     "all_reduce": _enqueued("all_reduce", NcclExchange.all_reduce),
     "reduce_scatter": _enqueued("reduce_scatter", NcclExchange.reduce_scatter),
@@ -341,7 +341,7 @@ COLLECTIVES: dict[str, Collective] = {
 class _Tile:
     """A part of a tensor's all-reduce: the stages of csrc/core/algorithms/internode.h.
 
-    `spare` holds memory of tiles that have ended, for those that begin.
+    `spare` holds memory of finished tiles, for new tiles.
     """
 
     def __init__(
@@ -364,7 +364,7 @@ class _Tile:
             self._transfer = between.carriers.all_to_all(self._parts, self._mine)
 
     def reduce(self) -> None:
-        """Adds up what this node owns, in the order of nodes, and sends it to all."""
+        """Adds up the elements that this node owns, in the order of nodes, and sends the sums."""
         between = self._between
         if self._transfer is not None:
             self._transfer.wait()
@@ -381,6 +381,6 @@ class _Tile:
 
 
 def _padded(data: torch.Tensor, unit: int) -> torch.Tensor:
-    """A tensor's elements and so many zeros that their number is a multiple of `unit`."""
+    """A tensor's elements, padded with zeros to a multiple of `unit`."""
     missing = -data.numel() % unit
     return torch.cat([data, data.new_zeros(missing)]) if missing else data

@@ -1,11 +1,11 @@
 """Compressed all-reduces on CUDA tensors of a group that spans nodes, over NCCL.
 
-The phases are those of csrc/cpu/internode/group.h, and so are the bits:
+Phases and bits are the same as in csrc/cpu/internode/group.h:
 
   1. Collect: each node adds the gradients and residuals of its ranks in fp32. Each carrier gets its
      stripe of the sums.
-  2. Stage: each carrier encodes the parts that the nodes own of its stripe, and sends each node
-     its part. What the encoding loses stays in the residual.
+  2. Stage: each carrier encodes each node's part of its stripe, and sends each node its part. The
+     encoding's error stays in the residual.
   3. Reduce: the owner adds the parts in node order, encodes the sums, and sends them to all nodes.
   4. Gather: each carrier decodes the sums, and its node collects the stripes.
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from pycomm._nccl.process_groups import Transfer
 
-# A compressed operation that spans nodes, and what ranks find out before they send anything.
+# A compressed operation that spans nodes, and the ranks' checks before they send anything.
 
-# Such as all_reduce() on a call: whether a value was not finite; None if that is not asked for.
+# A function such as all_reduce(). It returns whether a value was not finite, or None if not asked.
 Flow = Callable[[NodeTopology, bool], torch.Tensor | None]
 
 
@@ -53,12 +53,12 @@ class CodedCall:
         op: ``"sum"`` or ``"avg"``.
         step: the training step, for random bits.
         offset: the index of the first element in a larger whole.
-        residual: what this rank has not sent yet, in fp32; or None.
-        velocity: the same, for momentum correction.
-        scale: the loss scale of the gradient; residual and velocity are unscaled. Or None.
+        residual: values that this rank has not sent yet, in fp32; or None.
+        velocity: momentum for momentum correction, in fp32; or None.
+        scale: the loss scale of the gradient, or None. Residual and velocity are unscaled.
         hold_unused: keep residuals if the gradient is zero on all ranks.
         residual_before: receives a copy of the old residual; or None.
-        velocity_before: the same of the velocity.
+        velocity_before: receives a copy of the old velocity; or None.
         density_step: the step that a density depends on; by default `step`.
     """
 
@@ -83,7 +83,7 @@ class CodedCall:
 
     @property
     def k(self) -> int:
-        """The number of elements that top-k sends of the whole tensor; otherwise 0."""
+        """The number of elements of the whole tensor that top-k sends; 0 for other codecs."""
         if not isinstance(self.compression, TopK):
             return 0
         return self.compression.count(self.source.numel(), self._density_step)
@@ -93,25 +93,25 @@ class CodedCall:
         return self.step if self.density_step is None else self.density_step
 
     def largest(self, between: NodeTopology) -> float:
-        """The largest contribution of a node with which all sums are finite."""
+        """The largest contribution of a node that keeps all sums finite."""
         dtype, op = DTYPES[self.source.dtype], OPS[self.op]
         return _C.largest_safe(self.codec, dtype, op, between.nodes, between.world)
 
     def divisor(self, between: NodeTopology) -> int:
-        """What sums are divided by."""
+        """The divisor of sums."""
         return between.world if self.op == "avg" else 1
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What ranks have found out about all contributions before they send them.
+    """The ranks' checks of all contributions before they send them.
 
     The flags are on the device, and the host does not read them.
 
     Attributes:
         overflow: a sum might not be finite. Residuals stay as they are.
-        unused: all gradients are zero. Nothing is sent, and residuals stay as they are. None if
-            that makes no difference.
+        unused: all gradients are zero. Nothing is sent, and residuals stay as they are. None if it
+            is not checked.
     """
 
     overflow: torch.Tensor
@@ -127,7 +127,7 @@ class Preflight:
 def preflight(
     between: NodeTopology, call: CodedCall, value: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Two flags of a contribution: an overflow, and a gradient that is used."""
+    """Two flags of a contribution: it may overflow, and its gradient is used."""
     flags = torch.zeros(2, dtype=torch.uint8, device=value.device)
     if value.numel() and call.residual is not None:
         flags[0] = (value.abs().amax() <= call.largest(between)).logical_not()  # also for NaNs
@@ -136,7 +136,7 @@ def preflight(
 
 
 def agree(between: NodeTopology, call: CodedCall, flags: torch.Tensor | None) -> Preflight | None:
-    """What all ranks have found; None without residuals."""
+    """The checks of all ranks together; None without residuals."""
     if call.residual is None:
         return None
     if flags is None:
@@ -149,7 +149,7 @@ def agree(between: NodeTopology, call: CodedCall, flags: torch.Tensor | None) ->
 def sendable(
     between: NodeTopology, call: CodedCall, value: torch.Tensor, found: Preflight | None
 ) -> torch.Tensor:
-    """A contribution that is limited after an overflow, and zero if it is not used."""
+    """The contribution: with infinities after an overflow, and zero if it is not used."""
     if found is None:
         return value
     largest = call.largest(between)
@@ -162,10 +162,10 @@ def sendable(
 
 
 def divided(sums: torch.Tensor, divisor: int) -> torch.Tensor:
-    """Sums as means."""
+    """Divides sums."""
     if divisor == 1:
         return sums
-    # A tensor: by a number, CUDA would multiply with the inverse.
+    # A tensor, because CUDA multiplies with the inverse of a number.
     return sums / torch.full((), divisor, dtype=torch.float32, device=sums.device)
 
 
@@ -174,11 +174,11 @@ def nonfinite(result: torch.Tensor) -> torch.Tensor:
     return result.isfinite().all().logical_not()
 
 
-# Elements that parties take in turns, as nodes and stripes do in compressed operations.
+# A block-cyclic distribution of elements over nodes or stripes.
 
 
 class BlockCyclic:
-    """A tensor's elements, dealt to parties: `piece` elements to each, and again from the first.
+    """A block-cyclic distribution of a tensor's elements: `piece` elements to each party in turn.
 
     An element's party depends only on its index in the whole tensor, as in
     csrc/core/algorithms/stripes.h.
@@ -186,7 +186,7 @@ class BlockCyclic:
     Args:
         first: the index of the tensor's first element in the whole.
         count: the number of its elements.
-        piece: so many elements go to a party before the next one's turn.
+        piece: the number of consecutive elements of a party.
         parties: the number of parties.
 
     Attributes:
@@ -201,7 +201,7 @@ class BlockCyclic:
         self.width = count if parties == 1 else self._rounds * piece
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A row for each party with its elements; zeros where this tensor has none for it."""
+        """A row with the elements of each party; zeros where this tensor has no element."""
         if self._parties == 1:
             return tensor.view(1, -1)
         rows = tensor.new_empty((self._parties, self.width))
@@ -242,13 +242,13 @@ class BlockCyclic:
                     yield dealt[party, edge, begin - at : end - at], tensor[begin:end]
 
     def part(self, party: int) -> slice:
-        """Where a party's row has elements of this tensor."""
+        """The range of a party's row that has elements of this tensor."""
         base = 0 if self._parties == 1 else self._before(self._first - self._front, party)
         begin, end = (self._before(self._first + i, party) for i in (0, self._count))
         return slice(begin - base, end - base) if self._parties > 1 else slice(0, self._count)
 
     def first(self, party: int) -> int:
-        """The number of elements of the whole that the party has before those of this tensor."""
+        """The number of the party's elements in the whole before this tensor."""
         return self._before(self._first, party)
 
     def origin(self, party: int) -> int:
@@ -256,7 +256,7 @@ class BlockCyclic:
         return self._first - self._front + party * self._piece
 
     def _before(self, index: int, party: int) -> int:
-        """The number of the party's elements among those of the whole before `index`."""
+        """The number of the party's elements before `index` in the whole."""
         turn, within = divmod(index, self._piece * self._parties)
         mine = min(max(within - party * self._piece, 0), self._piece)
         return turn * self._piece + mine
@@ -272,8 +272,8 @@ def part_of(count: int, parts: int, index: int, unit: int) -> slice:
 
 # Encoded parts of a compressed operation, in the format of Compression.encode().
 #
-# The size of an encoded part depends only on the number of its elements, so the host need not read
-# anything to send it.
+# The size of an encoded part depends only on the number of its elements, so the host reads nothing
+# from the device.
 
 _ALIGNMENT = 16  # bytes
 
@@ -284,10 +284,10 @@ class ShardCodec:
     Args:
         compression: the compression.
         step: the training step.
-        device: where the tensor lies.
+        device: the tensor's device.
         codec: the codec of the whole tensor.
         count: the number of its elements.
-        k: how many of them top-k selects.
+        k: the number of elements that top-k selects.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class ShardCodec:
         return self._list(min(spread * self._share(count), count), self._compression.values)
 
     def rooms(self, counts: list[int], spread: int = 1) -> torch.Tensor:
-        """Memory for encoded parts: rows of one length."""
+        """Memory for encoded parts: rows of equal length."""
         most = max(_C.encoded_bytes(self.codec_of(count, spread), count) for count in counts)
         width = -(-most // _ALIGNMENT) * _ALIGNMENT
         return torch.empty((len(counts), width), dtype=torch.uint8, device=self._device)
@@ -331,8 +331,8 @@ class ShardCodec:
             wire: receives the bytes.
             spread: see :meth:`codec_of`.
             stream: a number that distinguishes the random bits.
-            places: the index of the first element, and if they do not lie in a row, the length of
-                runs and the distance between their beginnings.
+            places: the index of the first element; and the length of runs and the distance between
+                their beginnings, if the elements are not consecutive.
         """
         self._encode(self.codec_of(len(part), spread), part, wire, stream, places)
 
@@ -343,7 +343,7 @@ class ShardCodec:
         self._decode(self.codec_of(len(output), spread), wire, output, add)
 
     def largest(self, values: torch.Tensor, spread: int = 1) -> torch.Tensor:
-        """The elements of a part that top-k selects as its share, and zeros."""
+        """The elements of a part that top-k selects; all others are zero."""
         count = len(values)
         codec = self._list(min(spread * self._share(count), count), torch.float32)
         nbytes = _C.encoded_bytes(codec, count)
@@ -390,7 +390,7 @@ def all_reduce(between: NodeTopology, looks: bool, call: CodedCall) -> torch.Ten
     """Runs the operation.
 
     Returns:
-        Whether a value was not finite, or too large; None if it does not look.
+        Whether a value was not finite, or too large; None without `looks`.
     """
     for kept, copy in (
         (call.residual, call.residual_before),
@@ -432,18 +432,18 @@ def spanning_coded_mean(call: CodedCall, between: NodeTopology, step: int) -> No
 
 
 def _owned(compression: Compression) -> int:
-    """The number of elements after which the next node owns."""
+    """The number of consecutive elements that a node owns."""
     return _C.topk_chunk if isinstance(compression, TopK) else _C.owned_elements
 
 
 def _collect(between: NodeTopology, stripes: BlockCyclic, tensor: torch.Tensor) -> torch.Tensor:
-    """This node's sums in fp32: a carrier gets its stripe, other ranks something."""
+    """This node's sums in fp32: a carrier gets its stripe; other ranks' results are unused."""
     wide = tensor.float()
     if between.single:
         return wide
     rows = stripes.rows(wide)
     if rows.data_ptr() == tensor.data_ptr():
-        rows = rows.clone()  # sums may be made in place
+        rows = rows.clone()  # sums may be computed in place
     return between.sum_to_carriers(rows, "sum")[stripes.part(between.index)]
 
 
@@ -469,7 +469,7 @@ def _store(
     kept: torch.Tensor,
     keeps: torch.Tensor,
 ) -> None:
-    """Writes the new values of this rank's stripe; those of other stripes become zero."""
+    """Writes the new values of this rank's stripe; values of other stripes become zero."""
     if between.single and mine is not None:
         kept.copy_(torch.where(keeps, mine, kept))
         return
@@ -485,12 +485,12 @@ class _Stripe:
     """This rank's stripe of a call.
 
     Attributes:
-        value: what this node contributes.
+        value: this node's contribution.
         residual: the new residual; None without one.
         velocity: the new velocity; None without one.
-        first: the index of the first element among those of the whole tensor's stripe.
+        first: the index of the first element in the whole tensor's stripe.
         count: the number of elements.
-        wires: encodes parts of it.
+        wires: encodes parts of the stripe.
     """
 
     def __init__(
@@ -545,7 +545,7 @@ class _Stripe:
         return result
 
     def _tiles(self) -> list[slice]:
-        """Parts that begin where the first node has its turn; top-k has a single one."""
+        """Parts that begin with elements of the first node; top-k has a single part."""
         if isinstance(self.call.compression, TopK):
             return [slice(0, self.count)]
         turn = self.between.nodes * _C.owned_elements
@@ -611,7 +611,7 @@ class _CodedTile:
         self._stripe.velocity.masked_fill_(mask, 0)
 
     def reduce(self) -> None:
-        """Adds up what this node owns, in the order of nodes, and sends it to all."""
+        """Adds up the elements that this node owns, in the order of nodes, and sends the sums."""
         between, wires = self._between, self._wires
         assert self._transfer is not None
         self._transfer.wait()
@@ -626,7 +626,7 @@ class _CodedTile:
         self._transfer = between.carriers.all_gather(self._results, mine)
 
     def _conclude(self, total: torch.Tensor, wire: torch.Tensor) -> None:
-        """Encodes the sums that this node owns; its residual keeps what that loses."""
+        """Encodes the sums that this node owns; its residual keeps the encoding's error."""
         stripe, wires, here = self._stripe, self._wires, self._between.here
         lost = None if self._lost is None else self._lost[here][self._slices[here]]
         sums = wires.largest(total) if self._lists else total
@@ -659,6 +659,6 @@ class _CodedTile:
             self._deal.collect(self._lost, self._stripe.residual[self._part])
 
     def _owned_parts(self) -> list[tuple[int, slice, int]]:
-        """The nodes that own something, where it lies in their rows, and how much it is."""
+        """The nodes that own elements, the range in their rows, and the number of elements."""
         found = zip(range(len(self._counts)), self._slices, self._counts, strict=True)
         return [(node, part, count) for node, part, count in found if count]

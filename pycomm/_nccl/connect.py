@@ -1,11 +1,11 @@
-"""How a group connects its nodes over NCCL.
+"""Connects the nodes of a group over NCCL.
 
-NCCL's first operation waits for the other nodes, also for dead ones, and cannot be interrupted. So
-a thread of every rank connects. Meanwhile the ranks tell each other over the group, again and
-again, whether they are connected. These operations fail if a rank has died, and they end the wait
-on all ranks if one could not connect. All of it has one deadline, which begins once all ranks have
-come. If it passes, the rank to blame is the one that has done the least of its own part before
-NCCL's first operation; if all ranks have done theirs, it is the first of those that wait.
+NCCL's first operation waits for the other nodes, even dead ones, and cannot be interrupted. So a
+thread of every rank connects. Meanwhile the ranks repeatedly tell each other over the group whether
+they are connected. These operations fail if a rank has died, and they end the wait on all ranks if
+one could not connect. Connecting has one deadline, which begins once all ranks have come. If it
+passes, the error names the rank that has done the fewest steps before NCCL's first operation, or
+the first waiting rank if all ranks have done these steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _LOOK_EVERY = 0.01  # seconds
 _PATIENCE_AT_END = 0.2  # seconds
 _LONGEST_REASON = 500  # bytes
-_STEPS = 2  # of a rank's own part: it joins the group of its node, and makes its carriers
+_STEPS = 2  # before NCCL's first operation: joins its node's group, and makes its carriers
 
 
 def connect_nodes(
@@ -45,13 +45,13 @@ def connect_nodes(
 
     Args:
         made: the group; none of its operations is running.
-        members: this rank's membership in it.
+        members: this rank's membership in the group.
         process_group: the process group that has its ranks, by the numbers ``made.ranks``.
         max_blocks: the largest number of thread blocks on a GPU.
 
     Raises:
-        pycomm.CollectiveError: a rank has died, and the group has failed; or one could not connect
-            within the group's timeout, and the group can be used. On all ranks.
+        pycomm.CollectiveError: a rank has died, and the group has failed; or a rank could not
+            connect within the group's timeout, and the group stays usable. On all ranks.
     """
     made._core.run(operation_of("barrier", "one_shot", torch.uint8), 0, 0, 0, None, "connect")
     attempt = _Attempt(made, members, process_group, max_blocks)
@@ -86,15 +86,15 @@ class _Attempt:
         _attempts.add(self)
 
     def await_all(self) -> InternodeProcessGroups:
-        """This rank's connections, once all ranks have theirs."""
+        """This rank's connections, once all ranks are connected."""
         made, size = self._made, self._made.size
-        # Whether a rank waits; whether one has failed; and which one has the most steps left.
+        # Whether any rank waits; whether any has failed; and the rank with the most steps left.
         state = host.zeros(3, dtype=torch.int64)
         operation, at = operation_of("all_reduce", "auto", state.dtype, "max"), state.data_ptr()
         while True:
             waits, error = not self._ended.wait(_LOOK_EVERY), self._error
             over = self._deadline.over()
-            fails = error is not None and not over  # else it only ends a wait for others
+            fails = error is not None and not over  # after the deadline, a failed wait for others
             connected = not waits and error is None
             left = _STEPS + 1 if fails else _STEPS - self._done
             state[0], state[1] = waits, fails or (over and not connected)
@@ -154,7 +154,7 @@ class _Attempt:
         self._span = span = InternodeProcessGroups(
             made._core, nodes, made.rank, node, carriers, COLLECTIVES, made.timeout
         )
-        if self._over:  # perhaps end() has come before
+        if self._over:  # end() was called before
             _drop(span)
         elif carriers is not None:
             carriers.connect()
@@ -194,7 +194,7 @@ _attempts: weakref.WeakSet[_Attempt] = weakref.WeakSet()
 
 @atexit.register
 def _end_attempts() -> None:
-    """Gives up: a thread that waits in torch at the interpreter's end aborts the process."""
+    """Gives up: a thread that waits in torch when the interpreter ends aborts the process."""
     for attempt in list(_attempts):
         attempt.end_now()
 

@@ -1,7 +1,7 @@
 """A rank's connections to other nodes over NCCL, and the exchange over them.
 
-Operations are enqueued on a stream of their own, and a thread watches their deadlines. Tensors on
-the CPU take the group's own link (pycomm/_runtime/internode.py).
+Operations are enqueued on a separate stream, and a thread watches their deadlines. Tensors on the
+CPU go over the group's own link (pycomm/_runtime/internode.py).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 # The exchange between nodes over NCCL.
 #
-# The ranks that carry a stripe, one of each node, have an NCCL communicator of their own. Tensors
-# travel as bytes.
+# For each stripe, the ranks that carry it, one of each node, have an NCCL communicator. Tensors are
+# sent as bytes.
 
-_LOOK_EVERY = 0.02  # seconds, at work on a device
+_LOOK_EVERY = 0.02  # seconds between two queries of a device
 
 
 def subgroup_of(group: Any, ranks: Sequence[int], timeout: float) -> Any:
-    """A new process group of some ranks of another one, in which only these take part."""
+    """A new process group of some ranks of another group; only these ranks call this."""
     found = [dist.get_global_rank(group, rank) for rank in ranks]
     patience = timedelta(seconds=timeout)
     return dist.new_group(found, patience, "gloo", use_local_synchronization=True)
@@ -52,14 +52,14 @@ class StripePeers:
 
     Args:
         store: a Store that only these ranks use.
-        here: the index of this rank among them, which is that of its node.
+        here: the index of this rank among them, which is its node's index.
         nodes: the number of nodes.
         timeout: seconds that connecting may take.
     """
 
     def __init__(self, store: Store, here: int, nodes: int, timeout: float) -> None:
         self._nodes, self._timeout = nodes, timeout
-        self._aborted = False  # no Event, because a signal's handler may abort
+        self._aborted = False  # no Event, because a signal handler may abort
         self._owner = os.getpid()
         self._backend = new_nccl(store, here, nodes)
 
@@ -70,7 +70,7 @@ class StripePeers:
         )
 
     def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
-        """Collects all nodes' `given` in `output`, in their order."""
+        """Collects all nodes' `given` in `output`, in the order of nodes."""
         return self._start(self._backend._allgather_base, _bytes(output), _bytes(given))
 
     def broadcast(self, tensor: torch.Tensor, node: int) -> Transfer:
@@ -80,7 +80,7 @@ class StripePeers:
         return self._start(self._backend.broadcast, [_bytes(tensor)], options)
 
     def connect(self) -> None:
-        """Makes NCCL connect on the current device, so that no operation has to.
+        """Makes NCCL connect now, on the current device, and not in the first operation.
 
         Raises:
             TimeoutError: another node has not come within the timeout.
@@ -96,7 +96,7 @@ class StripePeers:
             time.sleep(_LOOK_EVERY)
 
     def abort(self) -> None:
-        """Ends all transfers, also those of other nodes that wait for this one."""
+        """Ends all transfers, also on other nodes that wait for this one."""
         if os.getpid() != self._owner:  # a forked child has the parent's connections
             return
         self._aborted = True
@@ -104,30 +104,30 @@ class StripePeers:
             self._backend.abort()
 
     def close(self) -> None:
-        """Ends the communicator. What this rank has sent still arrives."""
+        """Ends the communicator. Data that this rank has sent still arrives."""
         if os.getpid() != self._owner:
             _inherited.append(self._backend)
             return
         if self._aborted:
             return
         with contextlib.suppress(RuntimeError):  # another node has gone
-            self._backend.shutdown()  # without it, NCCL aborts what it still sends
+            self._backend.shutdown()  # otherwise NCCL aborts running transfers
 
     def _start(self, operation: Any, *arguments: Any) -> Transfer:
         return Transfer(operation(*arguments), arguments)
 
 
-_inherited: list[Any] = []  # a forked child lacks the threads that a backend's end waits for
+_inherited: list[Any] = []  # in a forked child: their end would wait for threads
 
 
 class Transfer:
-    """A running operation. It keeps its tensors alive."""
+    """A running transfer. It keeps its tensors alive."""
 
     def __init__(self, work: Any, tensors: Any) -> None:
         self._work, self._tensors = work, tensors
 
     def wait(self) -> None:
-        """Makes the current stream wait for it; nothing is raised."""
+        """Makes the current stream wait for the transfer; raises no errors."""
         self._work.wait()
         self._tensors = None
 
@@ -135,11 +135,11 @@ class Transfer:
 class DeadlineThread:
     """A thread that watches the deadlines of work on a device.
 
-    It ends when nobody has the watch any more.
+    It ends when this object is deleted.
 
     Args:
         timeout: seconds that a piece of work may take once it has begun.
-        overrun: a method, called once, when one takes longer; nothing is watched afterwards.
+        overrun: a method that is called when a piece takes longer; then the thread ends.
     """
 
     def __init__(self, timeout: float, overrun: Callable[[], None]) -> None:
@@ -186,7 +186,7 @@ def _watch_pairs(
 
 
 def _await(event: Event, ending: threading.Event, deadline: float | None) -> bool:
-    """Waits for an event; False if the deadline has passed, or the thread is to end."""
+    """Waits for an event; False if the deadline has passed, or the thread must end."""
     while not _happened(event):
         late = deadline is not None and time.monotonic() > deadline
         if late or ending.wait(_LOOK_EVERY):
@@ -195,14 +195,14 @@ def _await(event: Event, ending: threading.Event, deadline: float | None) -> boo
 
 
 class Event(Protocol):
-    """What tells whether work on a device has come to a point, such as torch.cuda.Event."""
+    """A point in the work of a device, such as torch.cuda.Event."""
 
     def query(self) -> bool:
-        """True if it has."""
+        """True if the work has come to this point."""
 
 
 class Point:
-    """An event of a CUDA stream, which any thread may query while another one captures."""
+    """An event of a CUDA stream that can be queried while another thread captures a graph."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
@@ -213,7 +213,7 @@ class Point:
 
 
 def _happened(event: Event) -> bool:
-    """True if it has; a device that has failed never comes to it."""
+    """True if the work has come to the event; a failed device never does."""
     try:
         return event.query()
     except RuntimeError:
@@ -244,7 +244,7 @@ class Collective(Protocol):
         root: int,
         async_op: bool,
     ) -> Any:
-        """The arguments are those of :func:`pycomm._work.launch`."""
+        """Takes the arguments of :func:`pycomm._work.launch`."""
 
 
 class InternodeProcessGroups:
@@ -256,15 +256,15 @@ class InternodeProcessGroups:
         rank: this rank.
         node: a group of this node's ranks; None if there is only one.
         carriers: the ranks that carry the same stripe; None if this rank carries none.
-        collectives: what runs a collective on CUDA tensors, by its name.
+        collectives: functions that run a collective on CUDA tensors, by its name.
         timeout: seconds that an operation may take.
 
     Attributes:
         world: the number of ranks.
         here: the index of this node.
-        index: the index of this rank among those of its node.
+        index: the index of this rank in its node.
         stripes: the number of ranks of every node that carry stripes.
-        even: True if every node has as many ranks.
+        even: True if all nodes have the same number of ranks, and all ranks carry stripes.
     """
 
     def __init__(
@@ -294,11 +294,11 @@ class InternodeProcessGroups:
         return node, self.nodes[node].index(rank)
 
     def by_index(self, device: torch.device) -> torch.Tensor:
-        """All ranks, if nodes are of one size: the first of every node, then the second ones."""
+        """All ranks, if nodes have equal size: the first rank of every node, then the second."""
         return self._order(itertools.chain(*zip(*self.nodes, strict=True)), device)
 
     def node_order(self, device: torch.device) -> torch.Tensor | None:
-        """All ranks, node by node; None if that is their order anyway."""
+        """All ranks, node by node; None if this is ascending order."""
         ranks = list(itertools.chain(*self.nodes))
         return None if ranks == sorted(ranks) else self._order(ranks, device)
 
@@ -327,13 +327,13 @@ class InternodeProcessGroups:
             begin = None if captured else Point(stream.record_event())
             try:
                 flow()
-            except CollectiveError as error:  # the ranks of this node have numbers of their own
+            except CollectiveError as error:  # its rank is a number inside the node
                 self._end_all()
                 rank = self.nodes[self.here][error.rank]
                 raise type(error)(
                     f"inside node {self.here}: {error}", rank=rank, pid=error.pid
                 ) from error
-            except BaseException:  # the other ranks wait for what has not been enqueued
+            except BaseException:  # the other ranks wait for this one's operations
                 self._end_all()
                 raise
             finally:  # kernels that have been enqueued use the tensors
@@ -356,7 +356,7 @@ class InternodeProcessGroups:
             )
 
     def abort(self) -> None:
-        """Ends operations that are under way, here and on other nodes."""
+        """Ends running operations, here and on other nodes."""
         carriers = self.carriers  # another thread may close the group
         if carriers is not None:
             carriers.abort()
@@ -364,7 +364,7 @@ class InternodeProcessGroups:
             self.node.abort()
 
     def close(self) -> None:
-        """Finishes operations that are under way."""
+        """Finishes running operations."""
         try:
             for stream in self._streams.values():
                 stream.synchronize()

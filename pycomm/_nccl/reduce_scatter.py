@@ -1,9 +1,9 @@
 """Compressed reduce-scatters on CUDA tensors of a group that spans nodes, over NCCL.
 
-The phases are those of csrc/cpu/internode/group.h, and so are the bits. A node's ranks add their
-gradients in fp32. Every node's blocks lie one behind the other, and each carrier has a stripe of
-them. It encodes what it has for each node and sends it there; the node adds these parts, and its
-ranks collect the stripes. Sums are not encoded again.
+Phases and bits are the same as in csrc/cpu/internode/group.h. A node's ranks add their gradients in
+fp32. The blocks of each node are consecutive, and each carrier has a stripe of them. The carrier
+encodes its part for each node and sends it there. The node adds these parts, and its ranks collect
+the stripes. Sums are not encoded again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def reduce_scatter(between: NodeTopology, looks: bool, call: CodedCall) -> torch
     """Runs the operation: `call.source` holds a block per rank, and each rank gets its own.
 
     Returns:
-        Whether a value was not finite, or too large, on any rank; None if it does not look.
+        Whether a value was not finite, or too large, on any rank; None without `looks`.
     """
     if not call.result.numel():
         return None
@@ -69,7 +69,7 @@ def reduce_scatter(between: NodeTopology, looks: bool, call: CodedCall) -> torch
 def _exchange(
     between: NodeTopology, call: CodedCall, value: torch.Tensor, mine: list[slice]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """This node's sums of this rank's stripe, and the new residuals of what has been sent."""
+    """This node's sums of this rank's stripe, and the new residuals of the parts sent."""
     counts = [part.stop - part.start for part in mine]
     values = torch.split(value, counts)
     wires = ShardCodec(call.compression, call.step, value.device, call.codec, len(value), 0)
@@ -96,7 +96,7 @@ def _exchange(
 
 
 class _Cuts:
-    """The parts of all nodes' blocks, in node order, that each stripe has."""
+    """Each stripe's parts of the blocks of all nodes, in node order."""
 
     def __init__(self, between: NodeTopology, call: CodedCall) -> None:
         block, compression = call.result.numel(), call.compression
@@ -111,11 +111,11 @@ class _Cuts:
         ]  # fmt: skip
 
     def of(self, stripe: int) -> list[slice]:
-        """What the stripe has of each node's blocks."""
+        """The stripe's part of each node's blocks."""
         return self._stripes[stripe]
 
     def collect(self, between: NodeTopology, wide: torch.Tensor) -> torch.Tensor:
-        """This node's sums; a carrier gets its stripe, other ranks something."""
+        """This node's sums; a carrier gets its stripe, and other ranks' results are unused."""
         ordered = between.in_node_order(wide)
         if between.single:
             return ordered
@@ -154,7 +154,7 @@ def _joined(tensor: torch.Tensor, parts: Iterable[slice]) -> torch.Tensor:
 
 
 def _rows(tensor: torch.Tensor, stripes: list[list[slice]]) -> torch.Tensor:
-    """The parts of each stripe in a row of its own."""
+    """One row per stripe with its parts."""
     made = [_joined(tensor, parts) for parts in stripes]
     rows = tensor.new_zeros((len(made), max(map(len, made))))
     for row, values in zip(rows, made, strict=True):

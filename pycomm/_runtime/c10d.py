@@ -29,7 +29,7 @@ from pycomm._runtime.c10d_build import module_name
 
 # Functions of the C++ module that is compiled for one version of torch (see ``c10d_build``).
 #
-# Each is None if pycomm was installed for another torch than the one that runs.
+# Each function is None if pycomm was installed for another torch than the one that runs.
 
 
 def _installed() -> Any:
@@ -40,9 +40,9 @@ def _installed() -> Any:
 
 
 _module = _installed()
-# Reads tensors for the short way of collectives.
+# Reads tensors for the fast path of collectives.
 tensor_reader: Any = getattr(_module, "tensor_reader", None)
-# take_memory(taker, giver): the taker, and all tensors that share its memory, get the giver's.
+# take_memory(taker, giver): the taker, and tensors that share its memory, get the giver's memory.
 take_memory: Any = getattr(_module, "take_memory", None)
 
 # The C++ module of the torch.distributed backend, compiled at its first use if need be.
@@ -57,7 +57,7 @@ def load() -> Any:
     """The module for the torch that runs.
 
     Raises:
-        ImportError: the module must be compiled, and cannot be.
+        ImportError: the module must be compiled, and compiling fails.
     """
     name = f"pycomm.{c10d_build.module_name(torch.__version__)}"
     with _loading:
@@ -73,7 +73,7 @@ def load() -> Any:
 
 
 def compiled() -> Path:
-    """The path of the compiled module in the cache; compiles it unless it is there."""
+    """The path of the compiled module in the cache; compiles the module if it is missing."""
     path = _path()
     if _intact(path):  # the folder may then be read-only
         return path
@@ -91,12 +91,12 @@ def compiled() -> Path:
 
 
 def _path() -> Path:
-    """Where the module lies in the cache: all that it depends on is in its name."""
+    """The module's path in the cache; its name depends on everything that the module depends on."""
     abi = torch.compiled_with_cxx11_abi()
     depends_on = repr((abi, c10d_build.FLAGS, sorted(c10d_build.sources().items())))
     digest = hashlib.sha256(depends_on.encode()).hexdigest()[:16]
     module = c10d_build.module_name(torch.__version__)
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")  # tells Python's version and the processor
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")  # has Python's version and the processor
     return _folder() / f"{module}-{torch.__version__}-{digest}{suffix}"
 
 
@@ -130,10 +130,10 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Removes the folders of processes that were killed while they compiled this or another module.
+    """Removes folders of processes that were killed while compiling this or another module.
 
-    The caller has the lock of `path`. The module of another folder is being compiled if its lock is
-    taken. A compiler may outlive the process that started it; so no folder's name is used twice.
+    The caller has the lock of `path`. A folder of another module is in use if the module's lock is
+    taken. A compiler may outlive the process that started it, so no folder's name is used twice.
     """
     for folder in list(path.parent.glob(f"*{_UNFINISHED}")):
         module = path.with_name(folder.name.rsplit(".", 2)[0])
@@ -164,13 +164,13 @@ def _compile(path: Path) -> None:
                 f"{shlex.join(command)}\n{done.stdout[-_OUTPUT_SHOWN:]}"
             )
         digest = hashlib.sha256(output.read_bytes()).digest()
-        with output.open("ab") as file:  # the loader ignores what follows the library
+        with output.open("ab") as file:  # the loader ignores bytes after the library
             file.write(digest)
         output.replace(path)
 
 
 def _check_tools() -> None:
-    """Raises an error that names what is missing."""
+    """Raises an error that names the missing tool or header."""
     compiler = c10d_build.compiler()[0]
     if shutil.which(compiler) is None:
         raise _failure(

@@ -1,7 +1,7 @@
 """How the C++ module of the torch.distributed backend is compiled.
 
-setup.py compiles it for the torch that is there; ``c10d_cache`` does so for another torch at run
-time. This file imports nothing of pycomm, so that setup.py can run it.
+setup.py compiles it for the installed torch; c10d.py compiles it for another torch at run time.
+This file imports nothing of pycomm, so that setup.py can run it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIBRARIES = ["c10", "torch_cpu", "torch_python", "torch"]
 
 
 def module_name(torch_version: str) -> str:
-    """The module's name, which tells the minor version of torch that the module works with."""
+    """The module's name, which has the minor version of torch that the module works with."""
     major, minor = torch_version.split(".")[:2]
     return f"_c10d_{major}_{minor}"
 
@@ -43,7 +43,7 @@ def compiler() -> list[str]:
 
 
 def compile_command(torch_folder: Path, torch_version: str, new_abi: bool = True) -> list[str]:
-    """The compiler's command line, to which callers add what to make of it.
+    """The compiler's command line, to which callers add the output.
 
     Args:
         torch_folder: the folder of the package torch, or one that holds only its ``include``.
@@ -66,6 +66,6 @@ def compile_command(torch_folder: Path, torch_version: str, new_abi: bool = True
 
 
 def link_options(torch_folder: Path) -> list[str]:
-    """What :func:`compile_command` needs to make a shared library."""
+    """Options of :func:`compile_command` for a shared library."""
     libraries = [f"-l{name}" for name in LIBRARIES]
     return ["-shared", "-pthread", f"-L{torch_folder / 'lib'}", *libraries]

@@ -1,4 +1,4 @@
-"""A rank's CUDA side: its windows, the kernels on them, and host memory to exchange through."""
+"""A rank's CUDA side: its windows, the kernels on them, and host memory for exchanges."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CudaSide:
         cuda_made(group, device, transport, lanes)
 
     def close(self) -> None:
-        """Waits for everything that was enqueued, then gives the windows up."""
+        """Waits for all enqueued work, then releases the windows."""
         self._core.close()
         self._heap = self._keep = None
 
@@ -121,7 +121,7 @@ class NonfiniteFlag:
     """Reports if a compressed operation has met an infinity or a NaN.
 
     Args:
-        device: where it runs.
+        device: the device of the operation.
         check: raises the error of an operation that has failed.
     """
 
@@ -143,11 +143,11 @@ class NonfiniteFlag:
 
 
 class Codecs:
-    """Encoding and decoding on a device's current stream: as ``_C``'s, and for parts of a tensor.
+    """Encoding and decoding on a device's current stream, as in ``_C``, also for parts of a tensor.
 
     Args:
         device: the device.
-        checks: decode bytes that may be anything; that waits for the stream.
+        checks: check the bytes before decoding them; this waits for the stream.
     """
 
     def __init__(self, device: torch.device, *, checks: bool = True) -> None:
@@ -178,7 +178,7 @@ class Codecs:
     def decode(
         self, codec: _C.Codec, wire: int, nbytes: int, n: int, dtype: int, output: int, add: bool
     ) -> None:
-        """Decodes; if it checks the bytes, it waits for the stream."""
+        """Decodes. With `checks`, it waits for the stream."""
         space = _workspace(4, self._device)
         _C.cuda_decode(
             *self._place, space.data_ptr(), codec, wire, nbytes, n, dtype, output, add,
@@ -196,12 +196,12 @@ def _workspace(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-# Host memory for CUDA tensors in groups that span nodes, in which the CPU exchanges.
+# Host memory for CUDA tensors in groups that span nodes, where the CPU exchanges data.
 #
 # A call waits until the current stream has copied its tensors into pinned memory, so that
-# operations reach the group in the order of the calls, which is the same on every rank. Results are
-# copied back on the stream that is current when they are waited for. Memory for a single call comes
-# from torch's allocator, which keeps pinned memory and reuses it when its copies have ended.
+# operations reach the group in the order of the calls, which is the same on every rank. The wait
+# for a result copies it back on the current stream. Memory for a single call comes from torch's
+# allocator, which keeps pinned memory and reuses it after its copies.
 
 
 class HostMirror:
@@ -229,13 +229,13 @@ class HostMirror:
 
     def copy(self) -> None:
         """Copies from the tensor to host memory, on the current stream; the host must wait."""
-        if self._copied_back is not None:  # that copy may still read the memory, on another stream
+        if self._copied_back is not None:  # another stream may still read the memory
             torch.cuda.current_stream(self.tensor.device).wait_event(self._copied_back)
         self.host.copy_(self.tensor, non_blocking=True)
 
 
 def fetch(*stand_ins: HostMirror) -> None:
-    """Copies tensors, all on one device, to their stand-ins, after the current stream's work."""
+    """Copies tensors of one device to their stand-ins, after the current stream's work."""
     for stand_in in stand_ins:
         stand_in.copy()
     if stand_ins and stand_ins[0].tensor.is_cuda:
@@ -249,13 +249,13 @@ def fetch(*stand_ins: HostMirror) -> None:
 #
 # - device memory in one address space, if the ranks are threads;
 # - torch's symmetric memory, if the ranks are processes and it works on all of them;
-# - pinned host memory in the group's window, on all ranks, if it does not.
+# - otherwise pinned host memory in the group's window, on all ranks.
 
 STAGING_BYTES = 32 << 20  # per rank, at least
 
-# What torch reads when it makes symmetric memory. Multicast is not used here, and on some machines
-# setting it up fails or hangs. And torch takes GPUs of one number for one GPU, but the numbers
-# depend on each process's CUDA_VISIBLE_DEVICES.
+# Variables that torch reads when it makes symmetric memory. Multicast is not used here, and its
+# setup fails or hangs on some machines. Torch refuses two ranks on GPUs of the same number, but
+# numbers depend on each process's CUDA_VISIBLE_DEVICES.
 SYMMETRIC_MEMORY = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
@@ -315,7 +315,7 @@ def _device_id(device: torch.device) -> int:
 def _denied(device: torch.device, devices: list[int]) -> str:
     """Names a GPU whose memory a device cannot use, or returns an empty string.
 
-    A GPU that this process cannot see may still be within reach; only the attempt tells.
+    GPUs that this process cannot see are not checked: mapping their windows shows if it works.
     """
     numbers = set(devices)
     for i in range(torch.cuda.device_count()):
@@ -385,7 +385,7 @@ def _symmetric_windows(
 ) -> tuple[tuple[list[int], torch.Tensor, Any] | None, str]:
     """The address of every rank's window in this process, this rank's memory, and its handle.
 
-    All ranks get them, or None and the reason; a collective call.
+    All ranks get this result, or all get None and the reason; a collective call.
     """
     elsewhere = "another rank's GPU cannot use all windows, see its log"
     why = _denied(device, devices)
@@ -421,7 +421,7 @@ def _pinned_windows(
 ) -> tuple[list[int], list[_C.CudaHostRegistration]]:
     """Windows in the group's shared host memory, pinned for this rank's device.
 
-    A rank may leave while another one's kernel still reads what it has staged, so the memory stays
+    A rank may leave while another rank's kernel still reads the staged data, so the memory stays
     until all ranks have left.
     """
     offset = group._core.offset_of(group._core.allocate_for_good(window_bytes))

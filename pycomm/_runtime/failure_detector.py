@@ -1,4 +1,4 @@
-"""Watches the ranks of a group that is being made, and finds those that do not come."""
+"""Watches the ranks of a group that is being made, and finds missing ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 # Watches the ranks of a group that is being made for deaths and failures.
 #
-# The first failure that a rank reports, over the group's Store, ends the rendezvous of all ranks.
+# The first failure that a rank reports over the group's Store ends the rendezvous on all ranks.
 
 _FAILED = "failed"  # the key
 _KINDS = {kind.__name__: kind for kind in (Aborted, PeerDied, Timeout)}
-_NOTICED_WITHIN = 0.5  # seconds from the end of a dead rank's connections to that of its process
+_NOTICED_WITHIN = 0.5  # seconds from the end of a dead rank's connections to its process's end
 
 
 class Peers:
@@ -33,7 +33,7 @@ class Peers:
         store: a Store that only this group uses.
         rank: the rank of this process.
         pids: the process id of every rank.
-        lost: the ranks that are known otherwise to have ended.
+        lost: returns ranks that are known by other means to have ended.
 
     Attributes:
         processes: the other processes on this node, by rank. Ranks that are threads of this
@@ -52,7 +52,7 @@ class Peers:
 
     @contextlib.contextmanager
     def watching(self, nodes: Nodes) -> Iterator[None]:
-        """Watches for deaths in its block: on this node at once, elsewhere by a long silence."""
+        """Watches for deaths in its block: on this node directly, elsewhere by a long silence."""
         for rank in nodes.local:
             if self._pids[rank] != self._pids[self._rank]:
                 if (process := _C.Process.find(self._pids[rank])) is None:
@@ -99,7 +99,7 @@ class Peers:
             raise
 
     def look_for_a_while(self) -> None:
-        """Looks for a death that may have caused a failure: connections end before processes do."""
+        """Looks for a death that may have caused a failure; connections end before processes."""
         end = time.monotonic() + _NOTICED_WITHIN
         while time.monotonic() < end:
             try:
@@ -129,7 +129,7 @@ class Peers:
 
 
 def tell(store: Store, word: str) -> str:
-    """Reports to all ranks what has ended the rendezvous; returns the first report."""
+    """Reports the end of the rendezvous to all ranks; returns the first report."""
     return str(store.compare_set(_FAILED, "", word).decode())
 
 
@@ -157,7 +157,7 @@ def error_of(word: str) -> Exception:
 def monitored_barrier(
     store: Store, rank: int, size: int, timeout: float, wait_all_ranks: bool
 ) -> None:
-    """A barrier in which rank 0 finds out who is missing.
+    """A barrier in which rank 0 finds out which ranks are missing.
 
     Args:
         store: a Store that only this barrier uses.
@@ -174,7 +174,7 @@ def monitored_barrier(
         mine = str(rank)
         store.set(mine, "")
         outcome = store.get("over") if _comes(store, "over", deadline) else None
-        if outcome is not None:  # rank 0 looks for no key any more
+        if outcome is not None:  # rank 0 no longer looks for keys
             store.delete_key(mine)
             if store.add("readers", 1) == size - 1:  # the last one
                 store.delete_key("over")
@@ -207,7 +207,7 @@ def monitored_barrier(
 
 
 def _comes(store: Store, key: str, deadline: Deadline) -> bool:
-    """Waits for a key in the Store; returns False if it has not come at the deadline."""
+    """Waits for a key in the Store; returns False if the deadline passes first."""
     try:
         deadline.await_keys(store, [key], lambda: None)
     except TimeoutError:

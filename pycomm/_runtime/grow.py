@@ -1,18 +1,19 @@
 """How a group grows by processes that wait at the port of its first rank.
 
-1. *Announce.* The first rank looks who waits, and broadcasts in the group how long its news are:
-   nothing, as a rule. Otherwise it serves a Store with the introductions of all, members first, and
-   sends its address to the members in another broadcast, and to the newcomers over their
-   connections.
-2. *Set up.* All set up memory and connections over that Store, as in ``pycomm.init()``. The first
-   rank watches the connections of all that are not on its node; each rank watches its own node.
-3. *Decide.* The members decide in their group whether all of them have the larger one. If not, they
-   leave it, and go on as they were.
-4. *Enter.* All ranks of the larger group run a barrier in it. So a newcomer knows that all members
-   have decided for it; and a member, that all others know the decision before it leaves the group.
-   If the barrier fails, one more decision serves for that, whatever its outcome is.
+1. *Announce.* The first rank looks for waiting processes, and broadcasts the length of its news in
+   the group: usually 0. If processes wait, it serves a Store with the introductions of all ranks,
+   members first. It sends the Store's address to the members in another broadcast, and to the
+   newcomers over their connections.
+2. *Set up.* All ranks set up memory and connections over that Store, as in ``pycomm.init()``. The
+   first rank watches the connections of all ranks on other nodes; each rank watches its own node.
+3. *Decide.* The members decide in their group whether all of them have the larger group. If not,
+   they leave the larger group, and continue with theirs.
+4. *Enter.* All ranks of the larger group run a barrier in it. After it, a newcomer knows that all
+   members have decided to grow, and a member knows that all others know the decision before it
+   leaves the old group. If the barrier fails, the members run one more decision for the same
+   purpose, whatever its outcome is.
 
-A newcomer that fails before the decision is not in it. If one fails later, the larger group has
+A newcomer that fails before the decision is left out. If it fails later, the larger group has
 failed, and can shrink.
 """
 
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 # The join server of a group: a port of its first rank, on which processes ask to join.
 
 _GREETS_WITHIN = 5.0  # seconds
-_MOST_SILENT = 64  # connections that have not said who they are, for each takes a descriptor
+_MOST_SILENT = 64  # connections without an introduction; each takes a descriptor
 _TRIES_EVERY = 0.05  # seconds
 _WRITTEN = re.compile(r"\[?([^][/\s\0]+)\]?:(\d+)/([0-9a-f]{32})")
 
@@ -70,7 +71,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """The address in a text; ValueError if it is none."""
+        """The address in a text; ValueError if the text is not an address."""
         found = _WRITTEN.fullmatch(text.strip())
         if found is None or int(found[2]) > 65535:
             raise ValueError(f"address must be that of a group, host:port/secret, got {text!r}")
@@ -79,7 +80,7 @@ class Address(NamedTuple):
 
 
 def read_addresses(path: Path) -> list[Address]:
-    """The addresses in a file, which may not be there yet, or not whole."""
+    """The addresses in a file; none if the file is missing or incomplete."""
     with contextlib.suppress(OSError, ValueError):
         return [Address.parse(line) for line in path.read_text().splitlines()]
     return []
@@ -90,11 +91,11 @@ class JoinServer(Acceptor):
 
     Args:
         host: the address of this node.
-        before: the address of the join server before this one, whose rank may have died. On its
-            node this one takes the same port, if that is free, so that the address stays.
+        before: the address of the previous join server, whose rank may have died. On the same node,
+            the new server takes the same port if it is free, so that the address stays.
 
     Attributes:
-        address: where it is.
+        address: the server's address.
     """
 
     def __init__(self, host: str, before: Address | None) -> None:
@@ -107,10 +108,10 @@ class JoinServer(Acceptor):
         self._callers: list[Connection] = []
 
     def callers(self, objection: Callable[[Any], str]) -> list[Connection]:
-        """Those who wait to be let in.
+        """Connections of processes that wait to be admitted.
 
         Args:
-            objection: returns why a process cannot be let in that has said this; else nothing.
+            objection: returns why a process with this message cannot be admitted, or "".
         """
         self.accept()
         strangers, self.strangers = self.strangers, []
@@ -126,7 +127,7 @@ class JoinServer(Acceptor):
                 self.strangers.append(stranger)
             else:
                 stranger.close()
-        while len(self.strangers) > _MOST_SILENT:  # newcomers greet at once, so the last may be one
+        while len(self.strangers) > _MOST_SILENT:  # newcomers greet at once: drop the oldest
             self.strangers.pop(0).close()
         gone = [caller for caller in self._callers if caller.hears_end()]
         for caller in gone:
@@ -135,19 +136,19 @@ class JoinServer(Acceptor):
         return self._callers
 
     def let_in(self) -> list[Connection]:
-        """Leaves those who wait to the caller."""
+        """Hands the waiting connections over to the caller."""
         callers, self._callers = self._callers, []
         return callers
 
     def close_sockets(self) -> None:
-        """Those who wait see that, and try again until their timeout."""
+        """Closes all sockets. Waiting processes notice, and try again until their timeout."""
         super().close_sockets()
         for caller in self._callers:
             caller.close()
 
     def _doubt(self, said: Any) -> str:
         secret = said.get("secret") if isinstance(said, dict) else None
-        # Half of a surrogate pair, which JSON may have, could not be encoded.
+        # JSON may contain half of a surrogate pair, which cannot be encoded.
         if isinstance(secret, str) and hmac.compare_digest(
             secret.encode(errors="replace"), self.address.secret.encode()
         ):
@@ -161,17 +162,17 @@ def request_join(
     """Waits until a group lets this process in.
 
     Args:
-        addresses: returns where the group's join server may be now; nobody waits for one that has
-            moved.
-        mine: what the group must know of this process.
-        deadline: until when to try.
+        addresses: returns the possible addresses of the group's join server now; this stops waiting
+            for an address that is no longer among them.
+        mine: this process's introduction.
+        deadline: the end of all tries.
 
     Returns:
-        The join server's address, the connection to it, and what the group's first rank has said.
+        The join server's address, the connection to it, and the message of the group's first rank.
 
     Raises:
         ValueError: the group refuses this process.
-        pycomm.Timeout: the group has not let it in, perhaps because its host's name is unknown.
+        pycomm.Timeout: the group has not admitted it, perhaps because its host's name is unknown.
     """
     unknown = ""
     try:
@@ -179,7 +180,7 @@ def request_join(
             for address in addresses():
                 try:
                     connection = _ask(address, hosts_of(address.host), addresses, mine, deadline)
-                except (socket.gaierror, UnicodeError) as error:  # it may become known
+                except (socket.gaierror, UnicodeError) as error:  # the name may become known
                     unknown = f": the host name {address.host!r} is unknown ({error})"
                     continue
                 unknown = ""
@@ -203,11 +204,11 @@ def _ask(
     mine: object,
     deadline: Deadline,
 ) -> Connection | None:
-    """The connection to a join server that has answered; None if nobody is there, or it has moved.
+    """The connection to a join server that has answered; None if it is not there, or has moved.
 
     Args:
-        address: the join server's.
-        hosts: the addresses that its host may have, of which the first that answers is taken.
+        address: the join server's address.
+        hosts: the addresses that its host may have; the first that answers is taken.
         addresses: as for :func:`request_join`.
         mine: as for :func:`request_join`.
         deadline: as for :func:`request_join`.
@@ -220,7 +221,7 @@ def _ask(
                 continue
             raise
         try:
-            # There are no addresses while the file is written.
+            # While the file is written, it may have no addresses.
             while not (connection.ended or connection.unreachable) and address in (
                 addresses() or [address]
             ):
@@ -244,15 +245,15 @@ Kind = TypeVar("Kind", bound=Member)
 
 
 class Growth(Generic[Kind]):
-    """One rank's part in it.
+    """One rank's part in the growth of a group.
 
     Args:
         everyone: the introductions of all ranks.
-        terms: what newcomers must know to make the larger group, besides their membership.
-        make: makes the larger group of this rank's membership.
+        terms: options that newcomers need to make the larger group, besides their membership.
+        make: makes the larger group from this rank's membership.
 
     Attributes:
-        address: where the join server is, as far as this rank knows.
+        address: the join server's address, if this rank knows it.
     """
 
     def __init__(
@@ -264,14 +265,14 @@ class Growth(Generic[Kind]):
         self.address: Address | None = None
         self._everyone, self._terms, self._make = everyone, terms, make
         self._server: JoinServer | None = None  # on the first rank, once it is open
-        self._told = False  # whether all ranks know the address
-        self._length = host.zeros(1, dtype=torch.int64)  # of news
-        self._store: Store | None = None  # that this rank serves
-        self._watched: dict[int, Connection] = {}  # by ranks of the larger group
+        self._told = False  # True if all ranks know the address
+        self._length = host.zeros(1, dtype=torch.int64)  # of the news
+        self._store: Store | None = None  # served by this rank
+        self._watched: dict[int, Connection] = {}  # by rank in the larger group
         self._busy = threading.Lock()
 
     def inherit(self, before: Growth[Kind]) -> None:
-        """Takes the join server of the group before, or its address."""
+        """Takes over the join server of the previous group, or its address."""
         self.address = before.address
         self._server, before._server = before._server, None
 
@@ -295,7 +296,7 @@ class Growth(Generic[Kind]):
             patience: seconds for setting up the larger group.
 
         Returns:
-            The larger group; None if there is none.
+            The larger group; None if the group has not grown.
         """
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("grow() is running in another thread of this rank")
@@ -324,7 +325,7 @@ class Growth(Generic[Kind]):
         if group.rank == 0:
             try:
                 news = self._invite(group, patience)
-            except Exception as error:  # too many open files, say; the others wait for the news
+            except Exception as error:  # such as too many open files; the others wait for the news
                 log.not_grown(group, error)
                 news = {}
             if news or (self.address is not None and not self._told):
@@ -360,7 +361,7 @@ class Growth(Generic[Kind]):
         return {"store": where}
 
     def _objection(self, said: Any) -> str:
-        """Why the group cannot take a process that introduces itself so; empty if it can."""
+        """Why the group cannot admit a process with this introduction; empty if it can."""
         mine = said.get("mine")
         if not _is_introduction(mine):
             return "it has not introduced itself as a process with pycomm does"
@@ -396,7 +397,7 @@ class Growth(Generic[Kind]):
     def _enter(self, group: Kind, larger: Kind) -> None:
         try:
             _barrier(larger._core)
-        except CollectiveError:  # so will the next operation
+        except CollectiveError:  # the next operation will fail, too
             with contextlib.suppress(PycommError):
                 group.should_commit()
 
@@ -413,9 +414,9 @@ def enter(
     """Joins a group that grows.
 
     Args:
-        addresses: returns where the group's join server may be, anew for each try.
-        seconds: how long to wait until the group lets this process in.
-        make: makes the larger group of this rank's membership, the rank and the group's terms.
+        addresses: returns the possible addresses of the group's join server, anew for each try.
+        seconds: how long to wait until the group admits this process.
+        make: makes the larger group from this rank's membership, the rank and the group's terms.
 
     Raises:
         As :func:`pycomm.join`.
@@ -427,7 +428,7 @@ def enter(
             made = _enter(connection, told, make)
             made._growing().address = address
             return made
-        except RuntimeError:  # also all of pycomm's: the members have gone on without this process
+        except RuntimeError:  # or any of pycomm's errors: the members continue without this process
             if deadline.over():
                 raise
         finally:
@@ -466,7 +467,7 @@ def _barrier(core: _C.Group) -> None:
 
 
 def _is_introduction(mine: Any) -> bool:
-    """True if it has what the others use (pycomm/_runtime/rendezvous.py), of the right types."""
+    """True if it has the fields of an introduction (rendezvous.py), with their types."""
     kinds = {"pid": int, "user": int, "node": str, "cores": list, "settings": dict}
     return (
         isinstance(mine, dict)

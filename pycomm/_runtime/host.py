@@ -1,7 +1,7 @@
-"""Tensors that no default of the caller's changes: in host memory, and zeroed ones in huge pages.
+"""Tensors in host memory whatever the caller's defaults are, and zeroed tensors in huge pages.
 
-torch's constructors follow ``torch.set_default_dtype()``, the device that is a context or the
-default, and ``torch.inference_mode()``, whose tensors cannot be written to afterwards.
+torch's constructors follow ``torch.set_default_dtype()``, ``torch.set_default_device()``, a device
+context, and ``torch.inference_mode()``, whose tensors cannot be written to afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Makes a tensor with any values."""
+    """Makes an uninitialised tensor."""
     return ordinary(torch.empty, shape, dtype=dtype, device="cpu")
 
 
@@ -46,7 +46,7 @@ def ordinary(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
 
 
 def makes_lasting(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function that makes tensors which later calls write to."""
+    """Decorates a function that makes tensors to which later calls write."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -81,7 +81,7 @@ def _zeroed(made: torch.Tensor) -> torch.Tensor:
 def _look_for_huge_pages() -> None:
     try:
         never = "[never]" in _HUGE_PAGES.read_text()
-    except OSError as error:  # some containers hide it, which says nothing
+    except OSError as error:  # some containers hide the file
         never = isinstance(error, FileNotFoundError)
     if never:
         logging.getLogger("pycomm.memory").warning(

@@ -1,4 +1,4 @@
-"""What groups are to the runtime, which of them are open, and what a fork does to their tensors."""
+"""The runtime's interface of groups, the open groups, and their tensors in forked children."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pycomm._runtime.plan import Plan
     from pycomm._runtime.sockets import Listener
 
-# Where a group's ranks are, and its interface for the modules that it is built from.
+# The nodes of a group's ranks, and a group's interface for the modules that it is built from.
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Member(Protocol):
 
     @property
     def _listener(self) -> Listener | None:
-        """How ranks of other nodes reach this one after a failure, if they do."""
+        """The listener by which other nodes reach this rank after a failure, if there is one."""
 
     def should_commit(self, ready: bool = ...) -> bool:
         """Decides whether all ranks are ready."""
@@ -104,7 +104,7 @@ class Member(Protocol):
 # Exit handlers run in reverse order. ``import pycomm`` registers this one, so handlers that a
 # program registers afterwards run while groups still work.
 
-_FAREWELL = 0.5  # seconds that operations have when the interpreter exits
+_FAREWELL = 0.5  # seconds for operations to end when the interpreter exits
 
 Kind = TypeVar("Kind", bound="Member")
 
@@ -162,15 +162,15 @@ def _still_busy(groups: list[Kind]) -> list[Kind]:
     return groups
 
 
-# What forked children have of this process's tensors in windows.
+# Tensors in windows after a fork.
 #
-# Such tensors lie in shared memory, which a fork does not copy. C++ makes them private to every
-# child (csrc/cpu/group/fork.h). This module asks for a copy before each fork of Python's, so that
-# the child has their values at the fork, as of other tensors: a child that writes a checkpoint must
-# not see later steps.
+# They lie in shared memory, which a fork does not copy. C++ makes them private to every child
+# (csrc/cpu/group/fork.h). This module asks for a copy before each fork by Python, so that the child
+# has the values from the time of the fork, as with other tensors: a child that writes a checkpoint
+# must not see later steps.
 
-# Functions that fork for children without use for a model, or for a program to execute. All callers
-# of a fork count, not only the last one.
+# Functions that fork children which use no model, or which execute another program. A fork needs no
+# copy if any of its callers is one of these.
 _CALLERS_WITHOUT_COPY = {
     ("torch.utils.data.dataloader", "__init__"),
     ("torchdata.stateful_dataloader.stateful_dataloader", "__init__"),

@@ -1,9 +1,9 @@
 """Log messages, through Python's logging: the logger "pycomm" and its children.
 
-``PYCOMM_LOG=info`` prints to stderr how a group is made up, and warnings about what slows it down.
-``PYCOMM_LOG=debug`` also prints what operations do, once for each kind and size class, and lets a
-Mismatch tell the lines that operations were called from. Without the variable nothing is printed;
-programs may add handlers of their own.
+``PYCOMM_LOG=info`` prints the make-up of groups to stderr, and warnings about slow paths.
+``PYCOMM_LOG=debug`` also prints how operations run, once for each kind and size class, and adds the
+calling lines to a Mismatch. Without the variable nothing is printed; programs may add handlers of
+their own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _set_up() -> str:
     handler.setFormatter(logging.Formatter(_FORMAT))
     _pycomm.addHandler(handler)
     _pycomm.setLevel(_LEVELS[asked])
-    _pycomm.propagate = False  # the program's own handlers would print everything again
+    _pycomm.propagate = False  # the program's own handlers would print each message again
     return asked
 
 
@@ -141,7 +141,7 @@ def group_grown(larger: Member, smaller: Member) -> None:
 
 
 def not_grown(group: Member, error: Exception) -> None:
-    """Logs why a group has not grown although processes have waited."""
+    """Logs why a group has not grown although processes waited."""
     _group.warning("rank %d: %s has not grown: %s", group.rank, group.name, error)
 
 
@@ -159,7 +159,7 @@ def all_reduce_called(
     if kind in group._told:
         return
     group._told.add(kind)
-    if compression is not None:  # the number of lossy points never depends on the size
+    if compression is not None:  # "auto" is two-shot whatever the size
         path: object = f"{compression}, {'two_shot' if algorithm == 'auto' else algorithm}"
     else:
         in_window = device == "cpu" and group._core.offset_of(tensor.data_ptr()) >= 0

@@ -18,8 +18,8 @@ class Plan:
         algorithm: the algorithm that runs.
         why: the reason for the choice.
         device: ``"cpu"`` or ``"cuda"``.
-        path: on the CPU, ``"staged"`` (through staging areas), ``"window"`` (zero copy, as tensors
-            lie in the window), ``"alone"`` (a single rank), or the numbers of nodes and stripes; on
+        path: on the CPU, ``"staged"`` (through staging areas), ``"window"`` (zero copy: tensors lie
+            in the window), ``"alone"`` (a single rank), or the numbers of nodes and stripes; on
             CUDA, ``"threads"``, ``"peer memory"`` or ``"pinned host memory"``.
         steps: signals that this rank sends; None on CUDA and between nodes.
         bytes_in: bytes that this rank reads from other ranks' memory, or receives from other nodes;

@@ -1,6 +1,6 @@
-"""Ranges of time with names, for torch's profiler and for traces (pycomm/tracing.py).
+"""Named ranges of time, for torch's profiler and for traces (pycomm/tracing.py).
 
-While nobody watches, a range costs a look at two variables.
+Without a profiler or a trace, a range only reads two variables.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Details = dict[str, Any]
 
 @dataclass(frozen=True)
 class Range:
-    """What a thread did, by the clock of :func:`time.monotonic`.
+    """A range of a thread, by the clock of :func:`time.monotonic`.
 
     Attributes:
-        name: its name.
-        begin: when it began, in seconds.
-        end: when it ended.
+        name: the range's name.
+        begin: its beginning, in seconds.
+        end: its end.
         thread: the thread's number.
-        details: more about it, for JSON.
+        details: further values, for JSON.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Range:
 
 @dataclass
 class Watch:
-    """What a trace sees of one rank's calls.
+    """A trace's records of one rank's calls.
 
     Attributes:
         ranges: the ranges that have ended.
@@ -67,7 +67,7 @@ class Open:
     details: Details
 
     def waiting(self) -> AbstractContextManager[object]:
-        """The range of a wait for what was launched in this one."""
+        """The range of a wait for the operations that this range has launched."""
         return record_range(self.group, f"wait for {self.name}")
 
 
@@ -77,14 +77,14 @@ _here = threading.local()  # `opened`: this thread's open ranges
 
 
 def watched() -> bool:
-    """True if anybody wants ranges."""
+    """True if a profiler or a trace runs."""
     return bool(watches) or profiler_runs()
 
 
 def record_range(
     group: Member, name: str, details: Callable[[], Details] | None = None
 ) -> AbstractContextManager[object]:
-    """A range of a rank of `group`; `details` is called only if somebody watches."""
+    """A range of a rank of `group`; `details` is called only for a profiler or a trace."""
     if not watched():
         return _NOTHING
     return _record(Open(group, name, {} if details is None else details()))
@@ -104,7 +104,7 @@ def of_calls(launch: Function) -> Function:
 
 
 def launched(work: _C.Work) -> Open | None:
-    """Tells that the group's worker runs an operation.
+    """Records that the group's worker runs an operation.
 
     Returns:
         The range that has launched it: the innermost one with details, such as a bucket; without

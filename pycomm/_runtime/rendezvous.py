@@ -5,7 +5,7 @@ ranks that share a node. The first rank of a node makes its window, an anonymous
 file's descriptor to each peer over an abstract Unix socket, so nothing ever has a name in a file
 system. A peer must run as the same user and know the secret that only the Store's users can read.
 Then the nodes connect. No rank continues before all ranks have everything, so the failure of one
-rank is at once an error of all ranks. Once the ranks know each other, every wait also checks for
+rank is an error on all ranks at once. Once the ranks know each other, every wait also checks for
 deaths and failures (pycomm/_runtime/failure_detector.py).
 """
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pycomm._runtime.internode import GlooTransport
     from pycomm._runtime.sockets import Listener
 
-# A meeting of ranks over a Store that may contain entries of processes that are gone.
+# A meeting of ranks over a Store that may contain entries of earlier processes.
 
 _FIRST_PATIENCE = 1.0  # seconds until a rank checks whether others have restarted
 _MEETING = "meeting"  # key in the Store: the number of the next meeting
@@ -52,15 +52,15 @@ _MEETING = "meeting"  # key in the Store: the number of the next meeting
 def store_all_gather(
     store: Store, rank: int, size: int, mine: str, deadline: Deadline
 ) -> tuple[list[str], Store]:
-    """Exchanges a string; returns all ranks', in rank order, and an empty store.
+    """Exchanges a string; returns all ranks' strings, in rank order, and an empty store.
 
     torchrun gives restarted processes the Store of their predecessors, with all its contents
     (github.com/pytorch/pytorch/issues/135712). So each rank adds a random number to its string, and
-    strings count only once all ranks have read the same ones. The Store counts meetings, so ranks
-    that have tried unequally often still come to the same one.
+    strings count only once all ranks have read the same strings. The Store counts meetings, so
+    ranks with different numbers of attempts still come to the same meeting.
 
-    A meeting ends with one word: a hash of the strings that all have read, or the news that a rank
-    was interrupted. A rank that arrives after the end goes to the next meeting.
+    A meeting ends with one word: a hash of the strings that all have read, or the report that a
+    rank was interrupted. A rank that arrives after the end goes to the next meeting.
 
     Raises:
         pycomm.Timeout: a rank did not come in time.
@@ -83,7 +83,7 @@ def store_all_gather(
 
 
 class _AllGather:
-    """The next meeting, as one rank sees it. Ranks that have read the same agree on its name."""
+    """One rank's part in the next meeting. Ranks that have read the same agree on its name."""
 
     def __init__(self, store: Store, rank: int, size: int, deadline: Deadline) -> None:
         self._store, self._rank, self._size, self._deadline = store, rank, size, deadline
@@ -97,7 +97,7 @@ class _AllGather:
         name, members, patience, read = "", [], _FIRST_PATIENCE, set()
         with deadline.guarding("reaching the Store"):
             store.set(self._keys[self._rank], string)
-            if self._number > 1:  # no rank reads the meeting before the last any more
+            if self._number > 1:  # no rank reads the meeting before the last one
                 store.delete_key(f"{self._number - 2}/member/{self._rank}")
             if self._is_over():  # before this rank arrived
                 self._count()
@@ -125,7 +125,7 @@ class _AllGather:
         return "", []
 
     def interrupt(self, error: BaseException) -> None:
-        """Ends the meeting for all ranks, or the rendezvous that has followed from it."""
+        """Ends the meeting for all ranks, or the rendezvous that has followed it."""
         word = word_of_interrupt(error, self._rank, os.getpid())
         first = self._end(word)
         if not _is_failure(first):
@@ -175,7 +175,7 @@ def set_up_torch_distributed(timeout: float) -> None:
     """Sets up torch.distributed from torchrun's environment, also in restarted processes.
 
     Args:
-        timeout: seconds for that. Afterwards torch's operations have torch's own timeout.
+        timeout: seconds for the setup. Afterwards torch's operations have torch's own timeout.
     """
     deadline, patience = Deadline(timeout), timedelta(seconds=timeout)
     with deadline.guarding("every process joining torch.distributed"):
@@ -189,9 +189,9 @@ def set_up_torch_distributed(timeout: float) -> None:
 
 
 def take_down_torch_distributed(process: int, group: object) -> None:
-    """Ends what :func:`set_up_torch_distributed` has made, in the process that has made it.
+    """Undoes :func:`set_up_torch_distributed`, in the process that has called it.
 
-    Gloo's threads would end a process that has done everything with an error.
+    Otherwise Gloo's threads would make a process fail that has finished its work.
     """
     if os.getpid() == process and dist.is_initialized() and dist.group.WORLD is group:
         dist.destroy_process_group()
@@ -205,14 +205,14 @@ class RendezvousResult:
         nodes: the ranks of each node.
         window: the window of this node.
         pids: the process id of every rank.
-        processes: the processes of this node's ranks; None for those in this process.
+        processes: the processes of this node's ranks; None for ranks in this process.
         cores: the number of cores that the ranks of this node may run on, all together.
         link: the transport to other nodes; None if this rank does not exchange with them.
         port: where other ranks reach this one with messages; None if there is only one node.
         store: a Store that only this group uses.
-        listener: how ranks of other nodes reach this one after a failure; None if `join` was not
-            asked for it, or there is only one node.
-        nccl: True if every rank can take NCCL between nodes, for CUDA tensors.
+        listener: accepts connections from other nodes after a failure; None without `listens`, or
+            if there is only one node.
+        nccl: True if every rank can use NCCL between nodes, for CUDA tensors.
         everyone: the introductions of all ranks, if they have introduced themselves.
     """
 
@@ -229,7 +229,7 @@ class RendezvousResult:
     everyone: Sequence[Mapping[str, Any]] = ()
 
     def leave(self, rank: int) -> None:
-        """Tells the others that this rank has gone, if it cannot make its group."""
+        """Tells the others that this rank leaves because it cannot make its group."""
         self.window.leave(self.nodes.local.index(rank))
         if self.link is not None:
             self.link.end()
@@ -238,12 +238,12 @@ class RendezvousResult:
 
 
 def node_identity() -> str:
-    """A string; equal for two processes only if they can share memory and watch each other."""
+    """A string that two processes share only if they can share memory and watch each other."""
     return " ".join([_boot(), *map(_namespace, _NAMESPACES)])
 
 
 def _boot() -> str:
-    """Identifies the running kernel; without a boot id, by the host's name as in NCCL."""
+    """Identifies the running kernel; without a boot id, by the host's name, as in NCCL."""
     with contextlib.suppress(OSError):  # /proc may be mounted with subset=pid
         return _BOOT_ID.read_text().strip()
     system, machine = os.uname(), ""
@@ -328,7 +328,7 @@ def _take(address: str, secret: bytes, deadline: Deadline, peers: Peers) -> int:
 
 
 def build() -> dict[str, int]:
-    """What must be the same in all processes, whatever their programs want."""
+    """Versions that must be the same in all processes."""
     return {
         "the window layout of pycomm's build": _C.window_layout,
         "the message format of pycomm's build": _C.message_version,
@@ -341,13 +341,13 @@ def introduction(
     transport: str = "gloo",
     nccl: bool = False,
 ) -> dict[str, Any]:
-    """What other ranks must know of this one.
+    """This rank's introduction: what other ranks must know of it.
 
     Args:
         staging_bytes: shared memory of every rank for tensors that are not in the window.
         cuda_heap_bytes: device memory of every rank for tensors in the window.
-        transport: the transport between nodes that the caller has asked for.
-        nccl: True if this rank can take NCCL between nodes, for CUDA tensors.
+        transport: the caller's transport between nodes.
+        nccl: True if this rank can use NCCL between nodes, for CUDA tensors.
     """
     return {
         "pid": os.getpid(),
@@ -375,13 +375,13 @@ def join(
     """Meets the other ranks over `store`, and sets up memory and connections with them.
 
     Args:
-        store: the process group's own Store, under a prefix that only this group uses, now or
-            before its processes were restarted.
+        store: the process group's own Store, under a prefix that only this group uses, also before
+            its processes were restarted.
         rank: the rank of this process.
         size: the number of processes.
         timeout: seconds for the whole rendezvous.
         introduce: returns the introduction of this rank. If it raises an error, all ranks do.
-        listens: True if other nodes are to reach the ranks after a failure.
+        listens: True to make listeners, by which other nodes reach the ranks after a failure.
 
     Raises:
         As :func:`set_up`.
@@ -393,7 +393,7 @@ def join(
         mine = json.dumps(introduce())
     except Exception as error:
         told = json.dumps({_FAILED: f"{type(error).__name__}: {error}"})
-        with contextlib.suppress(Exception):  # the others learn it as soon as all have come
+        with contextlib.suppress(Exception):  # the others learn of it once all have come
             store_all_gather(store, rank, size, told, deadline)
         raise
     texts, store = store_all_gather(store, rank, size, mine, deadline)
@@ -419,7 +419,7 @@ def set_up(
         rank: the rank of this process.
         everyone: the introductions of all ranks.
         deadline: the deadline of all ranks.
-        lost: the ranks that are known otherwise to have ended.
+        lost: returns ranks that are known by other means to have ended.
         listens: as for :func:`join`.
 
     Raises:
@@ -436,7 +436,7 @@ def set_up(
     link, listener, port = None, None, None
     with contextlib.ExitStack() as failed, peers.telling(), peers.watching(nodes):
         window = _share_window(store, rank, nodes, staging_bytes, deadline, peers)
-        # Others may have seen that all is complete just before this rank fails.
+        # Others may have completed the rendezvous just before this rank fails.
         failed.callback(window.leave, nodes.local.index(rank))
         if len(nodes.ranks) > 1:
             link, port, listener = _connect_nodes(store, rank, nodes, deadline, peers, listens)
@@ -455,7 +455,7 @@ def set_up(
 def _connect_nodes(
     store: Store, rank: int, nodes: Nodes, deadline: Deadline, peers: Peers, listens: bool
 ) -> tuple[GlooTransport | None, _C.Port, Listener | None]:
-    """The link of this rank to other nodes, if it has one, its port, and a listener if it listens.
+    """This rank's link to other nodes, if it carries a stripe, its port, and a listener if asked.
 
     Messages go through the port. The listener is for what survivors of a failure tell each other.
     """

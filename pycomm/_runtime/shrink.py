@@ -1,26 +1,26 @@
-"""How the survivors of a failed group that spans nodes agree and go on.
+"""How the survivors of a failed group that spans nodes agree and continue.
 
-1. The lowest rank that lives is the coordinator. Every survivor looks for it: it connects to the
-   lower ranks' listeners (pycomm/_runtime/sockets.py), lowest first. A rank that refuses a
-   connection has ended.
-2. The survivors tell the coordinator that they have come, and which decision of
-   :meth:`pycomm.Group.should_commit` they know last. It waits until every other rank has come, or
-   has ended, or has let the others wait until the timeout. A rank that asks for a decision need not
-   wait any longer once any rank that has come knows it: its outcome holds for all. It also tells
-   those that have not come that the group has failed.
-3. It answers all of them: with the outcome of the decision if any of them knows it, or with the
-   members of the smaller group and the address of a Store, over which these set up their memory and
-   connections (pycomm/_runtime/rendezvous.py). Meanwhile the coordinator watches their connections.
-   It tells ranks that are left out although they live, for when they come.
+1. The lowest live rank is the coordinator. Every survivor looks for it: it connects to the lower
+   ranks' listeners (pycomm/_runtime/sockets.py), lowest first. A rank that refuses a connection has
+   ended.
+2. The survivors tell the coordinator that they have come, and the last decision of
+   :meth:`pycomm.Group.should_commit` that they know. The coordinator waits until every other rank
+   has come, or has ended, or has caused the timeout. A rank that asks for a decision gets the
+   answer as soon as any rank that has come knows the decision: its outcome holds for all. The
+   coordinator also tells ranks that have not come that the group has failed.
+3. The coordinator answers all of them. It sends the outcome of the decision if any of them knows
+   it, or the members of the smaller group and the address of a Store. Over the Store, the members
+   set up memory and connections (pycomm/_runtime/rendezvous.py). Meanwhile the coordinator watches
+   their connections. It tells live ranks that are left out, for when they come.
 
 If the coordinator ends meanwhile, the others see its connections end, and the next rank becomes the
 coordinator. If a member ends before the smaller group is complete, all begin again at step 1. If it
-ends just when some ranks have seen that the group is complete, these fail in the group's first
-operation, and meet the others in the next agreement.
+ends just after some ranks have seen that the group is complete, these ranks fail in the group's
+first operation, and meet the others in the next agreement.
 
-A rank on a host that does not answer may live and go on by itself, and so may the rank that has let
-the others wait: perhaps the network was cut for a while, and it blames them. So the survivors go on
-only if they are more than such ranks, or as many and the lowest rank is among them.
+A rank on a host that does not answer may live and continue by itself, and so may the rank that has
+caused the timeout: perhaps the network was cut for a while, and it blames the others. So the
+survivors continue only if they outnumber such ranks, or are as many and have the lowest rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pycomm._runtime.rendezvous import RendezvousResult
 
 _LOOK_EVERY = 10  # milliseconds
-_PATIENCE_FOR_ANSWERS = 5.0  # seconds longer than the coordinator's, whose answer says more
+_PATIENCE_FOR_ANSWERS = 5.0  # seconds more than the coordinator waits, whose answer says more
 
 
 class Agreement:
@@ -61,8 +61,8 @@ class Agreement:
         unresponsive: the rank that has ended the group because it did not answer, if there is one.
         excluded: ranks that all survivors leave out.
         patience: seconds to wait for ranks that live but do not come.
-        word: the abort word of the group that has failed, for ranks that do not know of it; 0 tells
-            them nothing.
+        word: the abort word of the group that has failed, for ranks that do not know of it; 0 for
+            no word.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Agreement:
         self._left_out = {*unresponsive, *excluded}
         self._probes: dict[int, Connection] = {}
         self._mine: Mapping[str, Any] = {}
-        self._members: dict[int, Connection] = {}  # of the smaller group, by their new ranks
+        self._members: dict[int, Connection] = {}  # of the smaller group, by new rank
         self._store: Store | None = None
 
     def outcome(self, number: int) -> bool | None:
@@ -91,7 +91,7 @@ class Agreement:
             None if no survivor knows it. Then it has failed on all.
 
         Raises:
-            pycomm.Timeout: a rank that lives does not come, and none that has come knows it.
+            pycomm.Timeout: a live rank does not come, and no rank that has come knows the outcome.
             pycomm.GroupUnusable: the group was closed meanwhile.
         """
         if self._rank in self._left_out:
@@ -104,16 +104,16 @@ class Agreement:
         """The smaller group.
 
         Args:
-            mine: what the others must know of this rank.
+            mine: this rank's introduction.
 
         Returns:
-            A Store that only the smaller group uses, its ranks in ascending order, and what each
-            of them has passed.
+            A Store that only the smaller group uses, its ranks in ascending order, and their
+            introductions.
 
         Raises:
-            pycomm.Timeout: a rank that lives does not come.
-            pycomm.GroupUnusable: this rank has been left out, others may go on without it, or the
-                group was closed meanwhile.
+            pycomm.Timeout: a live rank does not come.
+            pycomm.GroupUnusable: this rank has been left out, others may continue without it, or
+                the group was closed meanwhile.
             RuntimeError: the coordinator has ended meanwhile.
         """
         if self._rank in self._left_out:
@@ -127,10 +127,10 @@ class Agreement:
         return self._store, answer["members"], json.loads(self._store.get("everyone"))
 
     def _check_member(self) -> None:
-        """Takes in those who have connected. Raises if this rank is left out or has closed."""
+        """Accepts connections. Raises if this rank is left out or has closed the group."""
         if self._listener.closed:
             raise GroupUnusable("group was aborted or closed while it shrank")
-        self._listener.accept()  # so that its queue never fills up, and wakes no wait for ever
+        self._listener.accept()  # or its queue would fill up, and end every wait at once
         if self._listener.left_out:
             raise GroupUnusable(LEFT_OUT)
 
@@ -139,10 +139,10 @@ class Agreement:
         return bool(self.lost())
 
     def lost(self) -> list[int]:
-        """The members that are known to have ended, by their new ranks.
+        """The new ranks of members that are known to have ended.
 
-        The coordinator knows of all members, the others only of the coordinator. A member ends its
-        connection, too, once it has seen that the smaller group is complete.
+        The coordinator watches all members, and the others watch only the coordinator. A member
+        also ends its connection once it has seen that the smaller group is complete.
         """
         if self._listener.closed:
             raise Aborted("a rank was aborted or closed while the group shrank")
@@ -179,7 +179,7 @@ class Agreement:
         return answer
 
     def _wait(self, watched: Sequence[Connection], deadline: Deadline) -> None:
-        """Waits until something has arrived, for a moment."""
+        """Waits until something arrives, but only for a moment."""
         with deadline.slice(), contextlib.suppress(ValueError):  # another thread closes sockets
             arrivals = select.poll()
             if not self._listener.lacks_descriptors:
@@ -190,7 +190,7 @@ class Agreement:
         self._check_member()
 
     def _ask(self, rank: int, settles: bool) -> dict[str, Any] | None:
-        """The answer of a rank as the coordinator; None if it is none."""
+        """The answer of a rank as the coordinator; None if the rank is not the coordinator."""
         if rank in self._left_out:
             return None
         listener, deadline = self._listener, Deadline(self._patience + _PATIENCE_FOR_ANSWERS)
@@ -242,7 +242,7 @@ class Agreement:
                 return self._refuse(_overdue(missing, self._ranks), settles)
 
     def _receive(self) -> None:
-        """Takes in ranks that have come, and removes those that have gone."""
+        """Adds ranks that have come, and removes ranks that have gone."""
         listener, waiting = self._listener, self._listener.waiting
         strangers, listener.strangers = listener.strangers, []
         for connection in strangers:
@@ -261,7 +261,7 @@ class Agreement:
                 waiting.pop(rank).close()
 
     def _absent(self) -> tuple[list[int], list[int]]:
-        """The ranks that are still to come, and those whose hosts do not answer."""
+        """The ranks that have not come yet, and the ranks whose hosts do not answer."""
         missing, unreachable = [], []
         for rank in self._ranks:
             if rank == self._rank or rank in self._listener.waiting:
@@ -279,12 +279,12 @@ class Agreement:
         return missing, unreachable
 
     def _alert(self, rank: int, probe: Connection) -> None:
-        """Tells a rank, once, that the group has failed: it may not know it."""
+        """Tells a rank, once, that the group has failed, which it may not know."""
         if self._alarm.word and not probe.spoken and rank not in self._left_out:
             probe.say({"token": self._listener.addresses[rank][2], "failed": self._alarm})
 
     def _doubtful(self) -> list[int]:
-        """The rank that did not answer, if it lives: it may blame the others for the same."""
+        """The rank that did not answer, if it lives: it may blame the others for the timeout."""
         alive = (rank for rank in self._unresponsive if rank in self._probes)
         return [rank for rank in alive if self._probes[rank].established]
 
@@ -298,7 +298,7 @@ class Agreement:
         """Answers all with the members of the smaller group."""
         waiting = self._listener.waiting
         members = sorted([self._rank, *waiting])
-        others = sorted({*unreachable, *self._doubtful()})  # which may go on by themselves
+        others = sorted({*unreachable, *self._doubtful()})  # these may continue by themselves
         numbers = [self._ranks.index(rank) for rank in others]
         if (len(members), -members[0]) < (len(others), -min(others, default=0)):
             why = "group cannot shrink: ranks {} cannot be reached or do not answer, and may go on"
@@ -319,13 +319,13 @@ class Agreement:
         return answer
 
     def _tell_left_out(self) -> None:
-        """Tells those that live that they are left out; they find it at their listeners."""
+        """Tells live ranks, at their listeners, that they are left out."""
         for rank in self._left_out & self._probes.keys():
             if self._probes[rank].established:
                 self._probes[rank].turn_away(self._listener.addresses[rank][2])
 
     def _refuse(self, answer: dict[str, Any], settles: bool) -> dict[str, Any]:
-        """Answers those who wait for the same as this rank."""
+        """Answers ranks that wait for the same thing as this rank."""
         for rank, other in list(self._listener.waiting.items()):
             if other.said["settles"] or not settles:
                 self._answer(rank, answer).close()
@@ -346,20 +346,20 @@ def _overdue(missing: Sequence[int], ranks: Sequence[int]) -> dict[str, Any]:
     }
 
 
-# How the group of a rank outlives a failure, if it spans nodes.
+# The survival of a group that spans nodes.
 
 Kind = TypeVar("Kind")
 
 
 class Survivors(Generic[Kind]):
-    """How one rank's group outlives a failure.
+    """Decides and shrinks over the listeners, for one rank of a group.
 
     Args:
         listener: the listener of this rank.
         rank: this rank.
-        ranks: all ranks of the group. They and `rank` have the listener's numbers.
+        ranks: all ranks of the group, and `rank`, by their numbers at the listener.
         mine: this rank's introduction (pycomm/_runtime/rendezvous.py).
-        make: makes the smaller group of this rank's membership and the ranks.
+        make: makes the smaller group from this rank's membership and the ranks.
     """
 
     def __init__(
@@ -385,7 +385,7 @@ class Survivors(Generic[Kind]):
             try:
                 with self._agreement(core.unresponsive, (), patience, core.ended_by) as agreement:
                     known = agreement.outcome(number)
-            except BaseException:  # nobody knows what the others do: this rank cannot go on
+            except BaseException:  # the others' decision is unknown: this rank cannot continue
                 listener.close()
                 raise
             if known is None:
@@ -403,7 +403,7 @@ class Survivors(Generic[Kind]):
         Args:
             culprit: the rank that has ended the group because it did not answer, or -1.
             exclude: ranks that are left out although they may live.
-            patience: seconds to wait for ranks that live but do not come.
+            patience: seconds to wait for live ranks that do not come.
             word: the abort word of the group; 0 if it is not known.
         """
         deadline = Deadline(patience)

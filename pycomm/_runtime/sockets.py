@@ -1,9 +1,9 @@
-"""Sockets on which ranks listen, above all to be reached by other nodes after a failure.
+"""Sockets on which ranks listen, so that other nodes can reach them after a failure.
 
 Gloo's connections end with a failure, and torch.distributed's Store may have died with its host. So
 every rank of a group that spans nodes listens on a port. The kernel tells others about the rank as
-long as its host runs: it accepts their connections while the process lives, even if it is closed;
-it refuses or ends them once the process has ended or the group was closed.
+long as its host runs: it accepts connections while the process lives, even if it is suspended; it
+refuses or ends connections once the process has ended or the group was closed.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _LONGEST_MESSAGE = 1 << 16
 _ENDED = {errno.ECONNREFUSED, errno.ECONNRESET}
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _BACKLOG = 4096  # connections that wait for accept(); a full queue would look like a lost host
-_TRY_AGAIN_AFTER = 100  # milliseconds, without descriptors for those who have connected
+_TRY_AGAIN_AFTER = 100  # milliseconds, if there are no descriptors for new connections
 _MOST_ACCEPTED = 256  # at once
-_MOST_STRANGERS = 256  # that a listener keeps besides ranks, for each takes a descriptor
-_MOST_TRIED = 1 << 16  # descriptors, if the system does not list those that are open
+_MOST_STRANGERS = 256  # besides ranks; each takes a descriptor
+_MOST_TRIED = 1 << 16  # descriptors, if the system does not list open ones
 _LOOPBACK = ("127.0.0.1", "::1")
 _CROWDED = "there are too many connections, connect anew"
-# So that the kernel notices within seconds if the other host is lost.
+# With these options the kernel notices within seconds if the other host is lost.
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 6000}
 
 
 class Alarm(NamedTuple):
-    """What a rank says that gives up the group.
+    """The message of a rank that gives up the group.
 
     Attributes:
-        rank: this rank.
-        word: why, as an abort word.
+        rank: the rank.
+        word: the reason, as an abort word.
         group: the group's name at the listeners.
     """
 
@@ -63,7 +63,7 @@ class Alarm(NamedTuple):
 
     @classmethod
     def parse(cls, said: object) -> Alarm | None:
-        """The alarm that a rank of the group has sent; None if it is none."""
+        """The alarm in a message; None if it has none."""
         if not isinstance(said, list) or list(map(type, said)) != [int, int, str]:
             return None
         return cls(*said) if 0 < said[1] < 1 << 64 else None
@@ -74,11 +74,11 @@ class Acceptor:
 
     Args:
         host: the address of this node.
-        port: the port; by default any that is free.
+        port: the port; by default any free port.
 
     Attributes:
-        lacks_descriptors: True if somebody waits whom the last :meth:`accept` could not take in. To
-            wait for arrivals would not wait then.
+        lacks_descriptors: True if the last :meth:`accept` has left a connection for lack of
+            descriptors. A wait for arrivals would then return at once.
     """
 
     closed = True
@@ -87,22 +87,22 @@ class Acceptor:
     def __init__(self, host: str, port: int = 0) -> None:
         self.socket = socket.create_server((host, port), family=_family_of(host), backlog=_BACKLOG)
         self.socket.setblocking(False)
-        self.strangers: list[Connection] = []  # have not said who they are
+        self.strangers: list[Connection] = []  # connections without an introduction
         self.closed = False
         _acceptors.add(self)
 
     @property
     def port(self) -> int:
-        """Its number."""
+        """The port's number."""
         return int(self.socket.getsockname()[1])
 
     def accept(self) -> None:
-        """Takes in those who have connected, and forgets strangers that have gone."""
+        """Accepts connections, and forgets strangers that have gone."""
         self.lacks_descriptors = False
         try:
             for _ in range(_MOST_ACCEPTED):
                 self.strangers.append(Connection(self.socket.accept()[0]))
-        except OSError as error:  # mostly nobody is there, or another thread closes the socket
+        except OSError as error:  # usually no connection waits, or another thread closes the socket
             self.lacks_descriptors = error.errno in _NO_DESCRIPTORS
         known = []
         for stranger in self.strangers:
@@ -114,7 +114,7 @@ class Acceptor:
         self.strangers = known
 
     def close_sockets(self) -> None:
-        """Closes the socket and all connections, without a word."""
+        """Closes the socket and all connections, without a message."""
         self.closed = True
         self.socket.close()
         for connection in self.strangers:
@@ -122,7 +122,7 @@ class Acceptor:
 
 
 class Listener(Acceptor):
-    """The socket of this rank, and the addresses of all.
+    """The socket of this rank, and the addresses of all ranks.
 
     Args:
         host: the address of this node.
@@ -130,16 +130,16 @@ class Listener(Acceptor):
 
     def __init__(self, host: str) -> None:
         super().__init__(host)
-        self.token = secrets.token_hex(16)  # what others must know to be heard
+        self.token = secrets.token_hex(16)  # a secret that others must send
         self.addresses: Sequence[tuple[str, int, str]] = []  # host, port and token of each rank
-        self.members: Sequence[int] = []  # of the group that is left
-        self.group = ""  # a name that its members know, another one for each smaller group
-        self.alarm: Alarm | None = None  # that another rank gives it up
+        self.members: Sequence[int] = []  # of the present group
+        self.group = ""  # its name, which only members know; each smaller group has a new one
+        self.alarm: Alarm | None = None  # another rank's, which gives up the group
         self._lookout: Lookout | None = None
-        self.store: Store | None = None  # one that this rank serves
+        self.store: Store | None = None  # served by this rank
         self.waiting: dict[int, Connection] = {}  # ranks that have come, and wait for an answer
-        self.decisions = 0  # how many of Group.should_commit() this rank knows,
-        self.outcome = False  # and the last one
+        self.decisions = 0  # the number of decisions of Group.should_commit() that this rank knows
+        self.outcome = False  # the last decision
 
     @classmethod
     def open(
@@ -172,8 +172,8 @@ class Listener(Acceptor):
     def accept(self) -> None:
         """See :class:`Acceptor`. Drops the oldest strangers if there are too many.
 
-        A rank may look in silence who lives. So those that are dropped are told why, and a rank
-        connects anew. Each has at most two connections.
+        A rank may connect silently to see which ranks live. So dropped connections get the reason,
+        and ranks connect anew. Each rank has at most two connections.
         """
         super().accept()
         unknown = [stranger for stranger in self.strangers if not self._heard(stranger)]
@@ -190,11 +190,11 @@ class Listener(Acceptor):
             if "failed" in heard and "rank" not in heard and stranger.ended:
                 stranger.close()
                 dropped.append(stranger)  # it has nothing else to say
-        # Anew, because another thread, or a signal's handler, may close the listener meanwhile.
+        # Read again: another thread, or a signal handler, may close the listener meanwhile.
         self.strangers = [stranger for stranger in self.strangers if stranger not in dropped]
 
     def enter(self, members: Sequence[int], group: str) -> None:
-        """Notes the group that is left: its members, and its name."""
+        """Records the smaller group: its members, and its name."""
         self.members, self.group, self.alarm = members, group, None
 
     def watch(self, tell: Callable[[Alarm], object]) -> None:
@@ -202,7 +202,7 @@ class Listener(Acceptor):
         self._lookout = Lookout(self, tell)
 
     def take_over(self) -> None:
-        """Ends the thread; the listener is the caller's."""
+        """Ends the thread; the caller then uses the listener."""
         lookout, self._lookout = self._lookout, None
         if lookout is not None:
             lookout.end()
@@ -213,7 +213,7 @@ class Listener(Acceptor):
         return Connection.to(host, port)
 
     def rank_of(self, connection: Connection) -> int | None:
-        """The rank that has introduced itself; None if it is not one."""
+        """The rank that has introduced itself on a connection; None if there is none."""
         rank, ranks = self._heard(connection).get("rank"), range(len(self.addresses))
         return rank if type(rank) is int and rank in ranks else None
 
@@ -223,19 +223,19 @@ class Listener(Acceptor):
         return any("unusable" in self._heard(stranger) for stranger in self.strangers)
 
     def _heard(self, connection: Connection) -> dict[str, Any]:
-        """What a rank of the group has said; empty if it is none, or has said nothing yet."""
+        """The message of a rank of the group; empty if there is none, or not from a rank."""
         said = connection.said
         return said if isinstance(said, dict) and said.get("token") == self.token else {}
 
     def close(self) -> None:
-        """Says that this rank is gone. Ranks that were left out before learn that instead."""
+        """Shows the others that this rank is gone. Ranks that were left out are told so instead."""
         self.take_over()
         self._turn_away_others()
         self.close_sockets()
         self.waiting, self.strangers, self.store = {}, [], None
 
     def close_sockets(self) -> None:
-        """Leaves the store and the lookout alone, whose threads a forked child lacks."""
+        """Closes all sockets, but neither store nor lookout: a forked child lacks their threads."""
         super().close_sockets()
         self._lookout = None
         for connection in self.waiting.values():
@@ -256,14 +256,14 @@ class Listener(Acceptor):
 
 
 class Lookout:
-    """A thread that hears that ranks of other nodes give up the group.
+    """A thread that waits for alarms of ranks of other nodes, which give up the group.
 
-    A farewell goes to other nodes between ranks that carry the same stripe (pycomm/_runtime/
-    internode.py). If such a rank has died, the others of its node may have nobody who could send
-    theirs, and its own connections tell nothing as long as another process has them, too. But
-    whoever shrinks the group connects to the others' listeners (pycomm/_runtime/shrink.py).
+    Ranks that carry the same stripe send farewells to other nodes (pycomm/_runtime/internode.py).
+    If such a rank has died, its node may be unable to send a farewell, and its connections do not
+    end as long as another process has copies. But a rank that shrinks the group connects to the
+    others' listeners (pycomm/_runtime/shrink.py).
 
-    It has the listener to itself until it is ended.
+    Only this thread uses the listener until it is ended.
 
     Args:
         listener: the listener of this rank.
@@ -273,7 +273,7 @@ class Lookout:
     def __init__(self, listener: Listener, tell: Callable[[Alarm], object]) -> None:
         self._listener, self._tell = weakref.ref(listener), tell
         self._over = False
-        self._patience: int | None = None  # milliseconds; None to wait for arrivals alone
+        self._patience: int | None = None  # milliseconds; None waits for arrivals only
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="pycomm-lookout", daemon=True)
         start_thread(self._thread)
@@ -281,9 +281,9 @@ class Lookout:
     def end(self) -> None:
         """Ends the thread."""
         self._over = True
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             self._wake.send(b"\0")
-        if threading.current_thread() is not self._thread:  # in which a listener may be collected
+        if threading.current_thread() is not self._thread:  # garbage collection may run there
             self._thread.join()
 
     def _run(self) -> None:
@@ -292,7 +292,7 @@ class Lookout:
                 arrivals.poll(self._patience)
 
     def _look(self) -> select.poll | None:
-        """Hears who has come; returns what to wait for then, or None if there is nothing left."""
+        """Reads new messages; returns what to wait for next, or None to end the thread."""
         listener = self._listener()
         if self._over or listener is None or listener.closed:
             return None
@@ -306,7 +306,7 @@ class Lookout:
         if not listener.lacks_descriptors:
             numbers.append(listener.socket.fileno())
         for number in (self._woken.fileno(), *numbers):
-            if number >= 0:  # else another thread has closed it
+            if number >= 0:  # else another thread has closed the socket
                 arrivals.register(number, select.POLLIN)
         return arrivals
 
@@ -314,7 +314,7 @@ class Lookout:
 class Connection:
     """A connection that carries one line of JSON each way. It never blocks.
 
-    If the other side drops it because there are too many, it connects anew.
+    If the other side drops it because there are too many connections, it connects anew.
 
     Attributes:
         said: the other side's message, once it is whole.
@@ -324,7 +324,7 @@ class Connection:
     """
 
     def __init__(self, connected: socket.socket, error: int = 0) -> None:
-        self._address: tuple[str, int] | None = None  # that it connects to
+        self._address: tuple[str, int] | None = None  # of the other side, if this side connects
         self._use(connected, error)
         _connections.add(self)
 
@@ -349,7 +349,7 @@ class Connection:
 
     @property
     def age(self) -> float:
-        """Seconds since this rank has it."""
+        """Seconds since it was made."""
         return time.monotonic() - self._begin
 
     def fileno(self) -> int:
@@ -371,7 +371,7 @@ class Connection:
         return self._established
 
     def say(self, message: object) -> bool:
-        """Sends the message; False if the other side is gone, or it connects anew."""
+        """Sends the message; False if the other side is gone, or this side connects anew."""
         connected = self._socket
         try:
             connected.sendall(json.dumps(message).encode() + b"\n")
@@ -398,7 +398,7 @@ class Connection:
             if self.said is None and self._text.endswith(b"\n"):
                 try:
                     self.said = json.loads(self._text)
-                except (ValueError, RecursionError):  # the latter for "[[[[..."
+                except (ValueError, RecursionError):  # RecursionError for "[[[[..."
                     self.ended = True
                 if self.said == _CROWDED and self._address is not None:
                     self._socket.close()
@@ -417,17 +417,17 @@ class Connection:
         news.poll(1e3 * seconds)
 
     def turn_away(self, token: str = "") -> None:
-        """Tells a rank that it is no member any more; with its token, if it has not asked."""
+        """Tells a rank that it is no longer a member; with its token if it has not asked."""
         self.say({"unusable": LEFT_OUT, "token": token})
         self.close()
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the connection."""
         self._socket.close()
 
     def _is_own(self) -> bool:
-        """True if nobody listens, and the kernel has chosen the very port for this side."""
-        with contextlib.suppress(OSError):  # it has ended since
+        """True if the socket has connected to itself, as can happen if no process listens."""
+        with contextlib.suppress(OSError):  # the connection has ended
             return bool(self._socket.getsockname() == self._socket.getpeername())
         return False
 
@@ -438,7 +438,7 @@ class Connection:
 
 
 def _begin_to_connect(host: str, port: int) -> tuple[socket.socket, int]:
-    """A socket that connects to an address, and the error, if it has failed at once."""
+    """A socket that connects to an address, and the error if that has failed at once."""
     other = socket.socket(_family_of(host))
     other.setblocking(False)
     error = other.connect_ex((host, port))
@@ -450,7 +450,7 @@ _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """Closes a forked child's copies, with which it would seem to be the rank."""
+    """Closes a forked child's copies, with which others would take it for the rank."""
     for acceptor in list(_acceptors):
         acceptor.close_sockets()
     for connection in list(_connections):
@@ -486,9 +486,9 @@ def node_address(
 
 
 def own_address() -> str:
-    """This node's address by its name; if it has none, the loopback's, as for Gloo.
+    """The address of this node's name; without one, the loopback address, as in Gloo.
 
-    IPv4 comes first, which all nodes have but those that have IPv6 only.
+    IPv4 comes first: all nodes have it, except nodes with IPv6 only.
     """
     named: list[str] = []
     with contextlib.suppress(OSError, UnicodeError):
@@ -497,7 +497,7 @@ def own_address() -> str:
 
 
 def first_of_node(hosts: Iterable[str] = ()) -> str:
-    """The first of these addresses that is one of this node's, or else the loopback's."""
+    """The first address that belongs to this node, or else the loopback address."""
     for host in [*hosts, *_LOOPBACK]:
         with contextlib.suppress(OSError), socket.socket(_family_of(host)) as probe:
             probe.bind((host, 0))
@@ -506,7 +506,7 @@ def first_of_node(hosts: Iterable[str] = ()) -> str:
 
 
 def hosts_of(name: str) -> list[str]:
-    """The addresses of a host's name; an address is its own."""
+    """The addresses of a host's name; an address has only itself."""
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -517,7 +517,7 @@ def _family_of(host: str) -> socket.AddressFamily:
 
 
 def local_address(descriptors: set[int]) -> str | None:
-    """The address of this node, as sockets that are connected to other nodes know it."""
+    """This node's address, from the sockets that are connected to other nodes."""
     for descriptor in sorted(descriptors):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connected:
             connected.getpeername()
@@ -534,12 +534,12 @@ def open_sockets() -> list[int]:
         descriptors = range(min(os.sysconf("SC_OPEN_MAX"), _MOST_TRIED))
     found = []
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # none, or closed meanwhile
+        with contextlib.suppress(OSError):  # not open, or closed meanwhile
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 found.append(descriptor)
     return found
 
 
 def plain_address(host: str) -> str:
-    """An address of IPv4 as such, although an IPv6 socket is connected to it."""
+    """The plain IPv4 address in an address of an IPv6 socket; other addresses as they are."""
     return host.removeprefix("::ffff:")

@@ -1,4 +1,4 @@
-"""Stores that a rank serves to others, when torch.distributed's own may be gone."""
+"""Stores that a rank serves to others when torch.distributed's Store may be gone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def reach(where: Sequence[Any], seconds: float, given_up: Callable[[], object]) 
     while True:
         began, patience = time.monotonic(), min(longest, deadline.left())
         try:
-            # Torch would go on trying, and print that, also if nobody listens any more.
+            # Torch would retry, and print that, even if no server listens.
             socket.create_connection((host, port), patience).close()
             with _answers_within((host, port), min(max(patience, _ANSWER), deadline.left())):
                 store = TCPStore(host, port, None, False, timedelta(seconds=patience))
@@ -69,12 +69,12 @@ def reach(where: Sequence[Any], seconds: float, given_up: Callable[[], object]) 
 
 @contextlib.contextmanager
 def _answers_within(address: tuple[str, int], seconds: float) -> Iterator[None]:
-    """Ends the connections that the block makes to an address, if it takes too long.
+    """Ends the connections that the block makes to an address if the block takes too long.
 
-    Torch's constructor would wait for ever for an answer of a server that was stopped.
+    Torch's constructor would wait forever for an answer from a suspended server.
 
     Raises:
-        TimeoutError: it took too long.
+        TimeoutError: the block took too long.
     """
     done, ended = threading.Event(), threading.Event()
 
@@ -99,7 +99,7 @@ def _answers_within(address: tuple[str, int], seconds: float) -> Iterator[None]:
 def limit_receives(address: tuple[str, int], seconds: float) -> None:
     """Lets receives from an address fail after a time.
 
-    Some calls of torch's Store would wait for ever for an answer of a server that was stopped.
+    Some calls of torch's Store would wait forever for an answer from a suspended server.
     """
     limit = struct.pack("ll", *divmod(int(seconds * 1e6) + 1, 10**6))
     for connection in _connections(address):

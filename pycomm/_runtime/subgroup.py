@@ -1,9 +1,9 @@
-"""Groups of some of a group's ranks, which need no meeting because these know each other.
+"""Groups of some of a group's ranks, which need no meeting because the ranks know each other.
 
-Such a group costs nothing until one of its ranks uses it. The first rank to do so finds a place for
-the group's window in its own heap, and writes it to the Store. The others find it there when they
-use the group. The last rank to leave gives the memory back; so a rank that leaves without having
-used the group counts itself in the Store.
+A subgroup costs nothing until one of its ranks uses it. The first rank to use it reserves memory
+for the window in its own heap, and writes the place to the Store. The others read the place when
+they use the group. The last rank to leave frees the memory; so a rank that leaves without having
+used the group records this in the Store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STATE = "state"  # key in the Store
 
 @dataclass(frozen=True)
 class _State:
-    """What the Store says about a group.
+    """The Store's entry about a group.
 
     Attributes:
         absent: the ranks that have left without having used the group.
@@ -56,8 +56,8 @@ class Subgroup:
     """Makes one rank's membership in a group of ranks that are on this node.
 
     Args:
-        whole: the membership in the group that has all of the ranks.
-        ranks: their numbers in that group.
+        whole: the membership in the larger group, which has all of the ranks.
+        ranks: their numbers in the larger group.
         rank: the index of this process in `ranks`.
         name: distinguishes the group from all others of the same ranks; the same on every rank.
     """
@@ -102,14 +102,14 @@ class Subgroup:
         )
 
     def leave(self) -> None:
-        """Says that this rank takes no part, also if it has joined or has tried to."""
+        """Leaves the group, also if this rank has joined or has tried to."""
         word, told = "", os.getpid() != self._pid
         while not told:
             state = _State.parse(word)
             if state.place is not None:
                 self._map(state.place).depart()
                 return
-            if self._rank in state.absent:  # said before an interrupt
+            if self._rank in state.absent:  # recorded before an interrupt
                 return
             word, told = self._replace(word, _State([*state.absent, self._rank]))
 
@@ -119,9 +119,9 @@ class Subgroup:
         return self._window
 
     def _replace(self, word: str, new: _State) -> tuple[str, bool]:
-        """Replaces the word in the Store; returns the one there now, and whether it is the new one.
+        """Replaces the word in the Store; returns the present word, and whether it is the new one.
 
-        No two ranks write the same word: it ends with a rank or a place of their own.
+        No two ranks write the same word, because it ends with the rank's number or its place.
         """
         found = self._store.compare_set(_STATE, word, new.word()).decode()
         return found, found == new.word()

@@ -28,7 +28,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def with_limits(error: Exception) -> Exception:
-    """An error of torch's; it names the limits if it says that there is no thread left."""
+    """An error of torch; if it says that no thread is left, the result names the limits."""
     if _NO_THREAD not in str(error):
         return error
     return RuntimeError(f"no thread can be started ({error}): {_C.thread_limits()}")
@@ -38,7 +38,7 @@ def with_limits(error: Exception) -> Exception:
 
 _SLICE = 0.05  # seconds that a wait takes before it checks for failures
 _FIRST_NAP = 0.001  # seconds between two queries of a Store, which serves all ranks
-_GROWTH = 1.25  # factor of naps, so that many ranks that wait for long do not overload it
+_GROWTH = 1.25  # factor between naps, so that many ranks in long waits do not overload the Store
 _LONGEST_SLICE = 0.2  # if a slice took longer, this process was suspended
 
 
@@ -58,12 +58,12 @@ class Deadline:
         return time.monotonic() >= self._end
 
     def await_keys(self, store: Store, keys: Sequence[str], look: Callable[[], object]) -> bool:
-        """Waits until all keys are there, or until `look`, called in between, returns True.
+        """Waits until all keys are set, or until `look`, called in between, returns True.
 
         This polls, because a Store's own wait cannot be interrupted.
 
         Returns:
-            True if the keys are there.
+            True if the keys are set.
         """
         nap = _FIRST_NAP
         while not store.check(list(keys)):
@@ -85,7 +85,7 @@ class Deadline:
             look()
 
     def await_event(self, event: threading.Event, look: Callable[[], object]) -> None:
-        """Returns once the event is set. Thread.join would not do: an interrupt breaks it."""
+        """Returns once the event is set. Unlike Thread.join, it survives an interrupt."""
         while not event.is_set():
             with self.slice() as seconds:
                 event.wait(seconds)
@@ -110,7 +110,7 @@ class Deadline:
 
     @contextlib.contextmanager
     def guarding(self, what: str | Callable[[], str]) -> Iterator[None]:
-        """Converts the transports' errors to pycomm.Timeout.
+        """Converts errors of transports to pycomm.Timeout.
 
         Args:
             what: describes the event that did not happen, or returns the description.

@@ -91,18 +91,18 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 backward_node: Callable[[], Any] = torch._C._current_autograd_node
 # Runs a function at the end of the backward on this thread.
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-# 1 if two elements of a tensor share memory, 0 if none do, 2 if that is not known.
+# 1 if two elements of a tensor share memory, 0 if none do, 2 if it is not known.
 internal_overlap: Callable[[torch.Tensor], int] = torch._debug_has_internal_overlap
 # Makes the current CUDA stream wait for a number of cycles.
 keep_device_busy: Callable[[int], None] = torch.cuda._sleep
 # The Store through which a process group was made.
 store_of: Callable[[ProcessGroup], Store] = distributed_c10d._get_process_group_store
-# Sets how long the operations of a process group, by default of the default one, may take.
+# Sets the timeout of operations of a process group, by default of the default group.
 set_timeout: Callable[[timedelta], None] = distributed_c10d._set_pg_timeout
 after_autograd_keys = torch._C._after_autograd_keyset
-# A context in which operations pass over __torch_dispatch__.
+# A context in which operations skip __torch_dispatch__.
 no_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
-# The __torch_function__ of a subclass that has none of its own.
+# The __torch_function__ for a subclass that does not override functions.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
@@ -117,7 +117,7 @@ def backend_that_does_nothing() -> str:
 
 
 def schema_of(operation: Any) -> Any:
-    """The schema of an operation that __torch_dispatch__ gets: its name, and what it writes to."""
+    """The schema of an operation in __torch_dispatch__: its name, and the arguments it writes."""
     return operation._schema
 
 
@@ -127,7 +127,7 @@ def backend_of(group: ProcessGroup, device: torch.device) -> Any:
 
 
 def new_nccl(store: Store, rank: int, size: int) -> Any:
-    """An NCCL backend among the users of a Store; the caller sees to timeouts.
+    """An NCCL backend among the users of a Store; the caller handles timeouts.
 
     Args:
         store: a Store that only these ranks use.
@@ -143,8 +143,8 @@ def new_nccl(store: Store, rank: int, size: int) -> Any:
 def correct_shrunk_groups(name: str) -> None:
     """Corrects the type of process groups that torch's shrink_group() has made.
 
-    It says that every backend on the CPU is Gloo, whatever it is. DistributedDataParallel then
-    takes the backend for a ProcessGroupGloo, and crashes.
+    shrink_group() labels every CPU backend as Gloo. DistributedDataParallel then treats the backend
+    as a ProcessGroupGloo, and crashes.
 
     Args:
         name: the backend's name.
@@ -165,9 +165,9 @@ def backends_of(group: ProcessGroup) -> dict[str, str]:
 
 
 def before_checkpoints(check: Callable[[], None]) -> None:
-    """Calls `check` in each torch.utils.checkpoint that preserves random states, before it begins.
+    """Calls `check` before each torch.utils.checkpoint that preserves random states.
 
-    Callers look both functions up in their module, but for torch's composable checkpoint().
+    Callers look both functions up in their module, except for torch's composable checkpoint().
     """
     module: Any = checkpoint
     reentrant = module.CheckpointFunction.forward
@@ -200,7 +200,7 @@ def fsdp_interfaces() -> tuple[Any, Any]:
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """A number that grows with the tensors that share this tensor's memory."""
+    """A count that grows with the number of tensors that share this tensor's memory."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
@@ -230,8 +230,8 @@ def symmetric_handle(memory: torch.Tensor, process_group: Any) -> Any:
 def local_tensor(tensor: Any) -> torch.Tensor:
     """This rank's elements of a DTensor.
 
-    ``to_local()`` would make a view of a parameter's in every call. If a collective still fills the
-    elements, the result waits for it.
+    ``to_local()`` would make a view of a parameter's elements in every call. If a collective still
+    fills the elements, the result waits for it.
     """
     local = tensor._local_tensor
     elements: torch.Tensor = local if type(local) is torch.Tensor else _complete(local)

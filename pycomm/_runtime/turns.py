@@ -1,4 +1,4 @@
-"""Turns: ranks that are threads run one at a time, each with a random state of its own."""
+"""Turns: ranks that are threads run one at a time, each with its own random state."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pycomm.errors import Timeout
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Seconds that a rank whose turn is next may take to come back from a wait, before others overtake
-# it. It is much longer than a collective takes to end on all ranks, so the order of turns depends
-# on time only if a rank waits for another one's next turn.
+# Seconds that the next rank may take to come back from a wait, before others overtake it. This is
+# much longer than a collective takes to end on all ranks, so the order of turns depends on time
+# only if a rank waits for another rank's next turn.
 _PATIENCE = 0.01
 
 
@@ -53,7 +53,7 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state_all(self.cuda)
-        elif _cuda_runs():  # since then; torch.manual_seed() seeds all devices alike
+        elif _cuda_runs():  # initialised since; torch.manual_seed() seeds all devices alike
             torch.cuda.manual_seed_all(torch.initial_seed())
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
@@ -65,24 +65,24 @@ def _cuda_runs() -> bool:
 
 
 class _Is(enum.Enum):
-    """What a rank does."""
+    """A rank's activity."""
 
     RUNNING = enum.auto()
     READY = enum.auto()  # waits for its turn
     AWAY = enum.auto()  # waits for something else
-    LATE = enum.auto()  # the same, and others have overtaken it
+    LATE = enum.auto()  # like AWAY, and others have overtaken it
     ENDED = enum.auto()
 
 
 class Turns:
-    """The turns of one run: round robin, by rank, among those that need not wait.
+    """The turns of one run: round robin, by rank, among ranks that need not wait.
 
     A rank gives up its turn in each call of pycomm that releases the interpreter's lock, and takes
     the next one before the call returns. The rank whose turn begins exchanges the global random
     state for its own.
 
     Attributes:
-        states: the random state of each rank; the caller's own, until a rank has had a turn.
+        states: the random state of each rank; the caller's state until a rank has had a turn.
     """
 
     def __init__(self, states: list[RandomState]) -> None:
@@ -92,8 +92,8 @@ class Turns:
         self._changed = threading.Condition()
         self._is = [_Is.READY] * len(states)
         self._running: int | None = None
-        self._last = len(states) - 1  # the rank that has had the last turn
-        self._since = time.monotonic()  # when this turn began, or others could have had the next
+        self._last = len(states) - 1  # the rank of the last turn
+        self._since = time.monotonic()  # when this turn began, or the next one could have begun
         self._over = False
 
     def take(self, rank: int) -> None:
@@ -120,7 +120,7 @@ class Turns:
             self._changed.notify_all()
 
     def _next(self) -> int | None:
-        """The rank whose turn is next; None if it is not back yet, or a turn is not over."""
+        """The rank whose turn can begin; None if the next rank is away, or a turn is not over."""
         if self._running is not None:
             return None
         for rank in self._order():
@@ -137,7 +137,7 @@ class Turns:
     def _patience(self) -> float | None:
         """Seconds for the next rank to come back; None if a rank runs or is about to.
 
-        Afterwards this lets the first rank that is ready overtake those that are not.
+        After this time, the first rank that is ready overtakes the ranks before it.
         """
         if self._running is not None or self._next() is not None:
             return None
@@ -174,7 +174,7 @@ class Turns:
             )
 
     def end(self) -> None:
-        """Restores the caller's random state; ranks that are left run freely."""
+        """Restores the caller's random state; remaining ranks run freely."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -185,20 +185,20 @@ class Turns:
 
     @contextlib.contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Makes this thread a rank's, whose first turn it waits for."""
+        """Makes this thread a rank's thread, and waits for the rank's first turn."""
         turn, forks = _Turn(self, rank), _forks
         try:
             turn.take()
             _mine.set(turn)
             yield
         finally:
-            if forks == _forks:  # else this is a forked child, which is alone
+            if forks == _forks:  # else this is a forked child, without other ranks
                 _mine.set(None)
                 self.give_up(rank, _Is.ENDED)
 
 
 class _Turn:
-    """What C++ calls on a rank's thread around everything that may wait."""
+    """The object that C++ calls on a rank's thread around all waits."""
 
     def __init__(self, turns: Turns, rank: int) -> None:
         self._turns = turns
@@ -212,10 +212,10 @@ class _Turn:
 
 
 class _Mine(threading.local):
-    """What a thread is."""
+    """A thread's rank, if it has one."""
 
-    turn: _Turn | None = None  # its turns; None while it has given up its turn itself
-    shares_generators = False  # whether it is a rank that shares generators with others
+    turn: _Turn | None = None  # its turns; None without turns, or inside of others_run()
+    shares_generators = False  # True for a rank that shares generators with other ranks
 
     def set(self, turn: _Turn | None) -> None:
         self.turn = turn
@@ -224,7 +224,7 @@ class _Mine(threading.local):
 
 _mine = _Mine()
 _taken = threading.Lock()  # held while any ranks take turns
-_forks = 0  # between the first process and this one
+_forks = 0  # the number of forks from the first process to this one
 
 
 def _begin_child() -> None:
@@ -244,7 +244,7 @@ def taking_turns(states: list[RandomState], ranks: int) -> Iterator[Turns]:
     """The turns of one run.
 
     Args:
-        states: the ranks' random states, which this keeps up to date; empty at first.
+        states: the ranks' random states, which are kept up to date; empty at first.
         ranks: the number of ranks.
 
     Raises:
@@ -266,7 +266,7 @@ def taking_turns(states: list[RandomState], ranks: int) -> Iterator[Turns]:
 
 @contextlib.contextmanager
 def sharing_generators(ranks: int) -> Iterator[None]:
-    """Makes this thread one of several ranks without turns, in which some checkpoints raise."""
+    """Makes this thread a rank without turns; checkpoints that need random states then raise."""
     _refuse_checkpoints()
     _mine.shares_generators = ranks > 1
     try:
@@ -291,7 +291,7 @@ def _check_checkpoint() -> None:
 
 @contextlib.contextmanager
 def locked(lock: threading.Lock) -> Iterator[None]:
-    """Holds a lock in which a rank may give up its turn to another one that waits for the lock."""
+    """Holds a lock under which a rank may give up its turn to a rank that waits for the lock."""
     with others_run():
         lock.acquire()
     try:

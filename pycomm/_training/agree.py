@@ -1,4 +1,4 @@
-"""How ranks agree on what must be the same on all of them, also if some have just joined."""
+"""How ranks agree on the state that all must share, including ranks that have just joined."""
 
 from __future__ import annotations
 
@@ -49,33 +49,33 @@ def largest(row: Iterable[int], group: Group) -> list[int]:
 
 
 def source_rank(news: Sequence[bool]) -> int:
-    """The rank that gives new ones what they need: the first that is not new, if there is one."""
+    """Which rank initialises new ranks: the first rank that is not new, or 0 if all are new."""
     return [*news, False].index(False) % len(news)
 
 
 def checksum(lines: Sequence[str]) -> int:
-    """A number that is the same on two ranks if their lines are."""
+    """A checksum of the lines, for comparing ranks."""
     return zlib.crc32("\n".join(lines).encode())
 
 
 def check_same(
     lines: Sequence[str], numbers: Sequence[int], news: Sequence[bool], group: Group, what: str
 ) -> None:
-    """Raises an error on all ranks if one that is new differs from the others.
+    """Raises an error on all ranks if a new rank differs from the others.
 
-    Ranks that go on with what they have need only leave out one that is new. If ranks differ, this
-    is a collective call.
+    Ranks that continue training can do so without the new rank. If ranks differ, this is a
+    collective call.
 
     Args:
-        lines: what must be the same on all ranks, in words.
+        lines: text that must be the same on all ranks.
         numbers: the :func:`checksum` of each rank's lines.
-        news: True for ranks that are new.
+        news: for each rank, True if it is new.
         group: the ranks.
-        what: whose lines they are.
+        what: a name of the lines, for the error.
 
     Raises:
         ValueError: this rank is new and differs, or all are new. It names the first difference.
-        pycomm.CollectiveError: another one differs.
+        pycomm.CollectiveError: another rank differs.
     """
     source = source_rank(news)
     wrong = [rank for rank, number in enumerate(numbers) if number != numbers[source]]
@@ -89,7 +89,7 @@ def check_same(
 
 
 def _first_difference(lines: Sequence[str], source: int, other: int, group: Group) -> str:
-    """The first line that rank `other` has otherwise than rank `source`, on all ranks."""
+    """Describes on all ranks the first line in which ranks `other` and `source` differ."""
     theirs = _broadcast_text("\n".join(lines), source, group).split("\n")
     pairs = itertools.zip_longest(lines, theirs, fillvalue="nothing")
     here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
@@ -107,9 +107,9 @@ def _broadcast_text(text: str, source: int, group: Group) -> str:
     return bytes(data.tolist()).decode()
 
 
-# Whether tensors are the same on all ranks.
+# Compares tensors between ranks.
 
-_BELOW_ANY = -(1 << 32)  # checksum
+_BELOW_ANY = -(1 << 32)  # less than any checksum
 
 STEPPED_BY_SOME = (
     "the ranks' parameters differ: only some of them took a step before the group failed; ask "
@@ -127,23 +127,23 @@ def tensor_checksum(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def differ(buffers: Iterable[torch.Tensor], group: Group, counts: bool = True) -> bool:
-    """True if these elements are not the same on all ranks of a group; all must call this.
+    """True if tensors differ between the ranks of a group; a collective call.
 
     Args:
-        buffers: the elements.
+        buffers: this rank's tensors.
         group: the group.
-        counts: False leaves this rank out.
+        counts: False excludes this rank from the comparison.
     """
     crc = tensor_checksum(buffers)
     most, least = largest((crc, -crc) if counts else (_BELOW_ANY, _BELOW_ANY), group)
     return most != -least
 
 
-# The beginning of a wrapper, or of its way with another group: all ranks have the same model.
+# Gives all ranks the same model when a wrapper is made, or when it continues with another group.
 
 
 class Survival(Protocol):
-    """What becomes of sharded states in another group: ShardSurvival in survival.py."""
+    """Moves sharded optimizer states to another group: ShardSurvival in survival.py."""
 
     def agree(self) -> None:
         """Finds out which ranks have which parts; all ranks must call this."""
@@ -165,17 +165,17 @@ def sync_initial_state(
 
     Args:
         module: this rank's module.
-        exchanged: those of its parameters that the wrapper exchanges.
-        state: its wrapper's state.
-        group: the ranks: those that make a wrapper, and those that go on with theirs.
-        survival: of the wrapper's sharded states, if it shards.
-        is_new: True on the former, which get the model of the first of the latter.
+        exchanged: the parameters that the wrapper exchanges.
+        state: the wrapper's state.
+        group: new ranks, which make a wrapper, and old ranks, which continue with theirs.
+        survival: moves the sharded optimizer states; None without sharding.
+        is_new: True on new ranks, which get the model of the first old rank.
         options: the wrapper's options, which must be the same on all ranks.
 
     Raises:
-        ValueError: models are not alike; or states have a group of their own, and ranks go on. Each
-            is raised on all ranks, but models that differ as CollectiveError where ranks go on.
-        RuntimeError: parameters of ranks that go on differ; on all ranks.
+        ValueError: models or options differ, or there are old ranks and a Sharding has a group of
+            its own; on all ranks. If models differ, old ranks raise CollectiveError instead.
+        RuntimeError: the old ranks' parameters differ; on all ranks.
         The errors of :meth:`Survival.agree`.
     """
     parameters = [parameter for _, parameter in common_parameters(module)]
@@ -198,7 +198,7 @@ def sync_initial_state(
         tensors = [each for each in tensors if not state.exchanges_parameter(each)]
         if survival is not None:
             survival.undo_steps()
-        if state.gradient_group is not None:  # else ranks have parameters of their own
+        if state.gradient_group is not None:  # else each rank has its own parameters
             flat = (p.detach().contiguous().view(-1) for p in parameters if not is_new)
             if differ(flat, group, counts=not is_new):
                 raise RuntimeError(STEPPED_BY_SOME)
@@ -212,7 +212,7 @@ def _describe(
     state: HookState,
     options: Mapping[str, object],
 ) -> list[str]:
-    """What must be the same on all ranks, in words: a line per option, parameter and buffer."""
+    """Text that must be the same on all ranks: a line per option, parameter and buffer."""
     named = [*common_parameters(module), *common_buffers(module)]
     chosen = set(map(id, exchanged))
     lines = [f"{name}={value!r}" for name, value in options.items()]

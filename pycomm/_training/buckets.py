@@ -14,7 +14,7 @@ from pycomm.collectives import all_reduce, broadcast
 from pycomm.group import Group
 
 _MIB = 1 << 20
-_FEWEST = 16  # so that all but the last sixteenth of an exchange can hide behind backward
+_FEWEST = 16  # so that all but the last sixteenth of an exchange can overlap backward
 _SMALLEST = _MIB
 
 
@@ -57,7 +57,7 @@ class Bucket:
         return len(self.parameters) - len(self.waiting)
 
     def complete(self) -> list[torch.Tensor]:
-        """Adds the gradients that have not arrived; returns the parameters that have none."""
+        """Fills in gradients that have not arrived; returns the parameters without a gradient."""
         late = [parameter for parameter in self.parameters if id(parameter) in self.waiting]
         missing = [parameter for parameter in late if parameter.grad is None]
         for parameter in late:
@@ -65,7 +65,7 @@ class Bucket:
         return missing
 
     def put(self, parameter: torch.Tensor) -> None:
-        """Moves the parameter's gradient here; a missing one counts as zeros and stays missing."""
+        """Moves a gradient into the bucket. A missing one counts as zeros and stays missing."""
         view, gradient, kind = self._views[id(parameter)], parameter.grad, self._piece.kind
         if gradient is not None and gradient.layout != torch.strided:
             raise ValueError(f"gradients must be dense, got one of layout {gradient.layout}")
@@ -80,15 +80,15 @@ class Bucket:
         self.waiting.discard(id(parameter))
 
     def adopt(self, parameter: torch.Tensor) -> None:
-        """Makes the values here the parameter's gradient."""
+        """Makes the bucket's values the parameter's gradient."""
         self._piece.give(parameter, self._views[id(parameter)])
 
 
 class Slab:
-    """The memory of all buckets, one piece per kind, which new buckets reuse.
+    """The memory of all buckets, one piece per kind. New buckets reuse it.
 
     Flattened parameters keep their gradients in place, whether they were flattened before or after.
-    Buckets are then runs of neighbouring gradients, and only their order follows backward.
+    Buckets are then runs of neighbouring gradients; only the order of buckets follows backward.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], limit: float, layout: Layout) -> None:
@@ -110,7 +110,7 @@ class Slab:
             place = self._layout[parameter]
             return number[place.piece], place.offset
 
-        stretch: dict[int, tuple[int, int]] = {}  # by where it begins
+        stretch: dict[int, tuple[int, int]] = {}  # its beginning, by the parameter's id
         first = end = (-1, 0)
         lying = sorted(parameters, key=begin)
         for parameter in lying:
@@ -122,7 +122,7 @@ class Slab:
 
 
 def bucket_limit(parameters: Iterable[torch.Tensor], limit: float) -> float:
-    """The size of a bucket of several parameters, in bytes; `limit` is the largest."""
+    """The largest size of a bucket of several parameters, in bytes; at most `limit`."""
     nbytes = sum(parameter.nbytes for parameter in parameters)
     return min(limit, max(_SMALLEST, nbytes // _FEWEST))
 
@@ -160,11 +160,11 @@ def broadcast_all(
 
     Args:
         tensors: the tensors.
-        source: the rank that sends its own.
+        source: the rank that sends.
         group: the ranks.
-        receives: False on ranks that keep theirs.
-        keeps_equal: True does not write tensors that have the same bits already, so that nobody
-            takes it for a change; on CUDA, this waits.
+        receives: False on ranks that keep their own tensors.
+        keeps_equal: True does not write tensors with equal bits, so that their version counters
+            stay; on CUDA, this synchronises.
     """
     for members in partition((tensor.detach() for tensor in tensors), _MIB):
         flat = torch.cat([member.reshape(-1) for member in members])
@@ -183,19 +183,19 @@ def _same_bits(flat: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def window_layout(parameters: Sequence[torch.Tensor], group: Group) -> Layout:
-    """Places for parameters, with their gradients in the window."""
+    """A layout of parameters whose gradients lie in the window."""
     return Layout(parameters, functools.partial(gradient_memory, group))
 
 
 def no_memory(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # noqa: ARG001
-    """For gradients that have places in a bucket only."""
+    """A meta tensor, for gradients that have places but no memory."""
     return torch.empty(count, dtype=dtype, device="meta")
 
 
 def gradient_memory(
     group: Group, count: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Memory in the window, or on CUDA elsewhere if the window is full."""
+    """Allocates memory in the window; on CUDA, outside of it if the window is full."""
     try:
         return group.empty(count, dtype=dtype, device=device)
     except MemoryError:
@@ -220,7 +220,7 @@ class WeightedMean:
 
     @property
     def is_zero(self) -> bool:
-        """True if this rank does not count."""
+        """True if this rank's weight is 0."""
         return self._weight == 0
 
     def active_ranks(self) -> int:
@@ -229,7 +229,7 @@ class WeightedMean:
         return int(self._sums[1])
 
     def scale(self, gradients: torch.Tensor) -> None:
-        """Scales gradients so that the plain mean is weighted. Weight 0 makes any values zero."""
+        """Scales gradients so that their mean is the weighted one. Weight 0 zeroes even NaN."""
         self._work.wait()
         total = float(self._sums[0])
         if total == 0:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class LossScale:
-    """Reads a GradScaler's scale; without one there is none."""
+    """Reads the scale of a GradScaler, if there is one."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self._scaler = scaler
@@ -78,11 +78,11 @@ class LossScale:
 
 # The state of a communication hook or of the wrapper.
 
-# Attributes that belong to this process or to a running exchange, which are not copied.
+# Attributes of this process or of a running exchange; copies and pickles leave them out.
 _NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed")
 
 
-LOCAL_SGD, UNKNOWN = "local SGD", "unknown"  # kinds of saved states; earlier versions saved none
+LOCAL_SGD, UNKNOWN = "local SGD", "unknown"  # kinds of saved states; earlier versions saved no kind
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -97,7 +97,7 @@ class CommState(HookState):
             depend on buckets.
         group: by default the default group. All ranks must make their states in the same order.
         exclude: ``exclude(name, parameter)`` is true for parameters to send uncompressed, in the
-            same exchange; by default those with one dimension or fewer than 4,096 elements.
+            same exchange; by default parameters with one dimension or fewer than 4,096 elements.
         grad_scaler: the ``torch.amp.GradScaler`` in use. Residuals are then kept unscaled, and
             restored after a step that overflowed. This doubles their memory.
         warmup_steps: the number of first steps that are sent uncompressed. A warm-up of the
@@ -112,7 +112,7 @@ class CommState(HookState):
         ValueError, TypeError: an argument is not as described.
     """
 
-    _residuals_lost = 0  # ranks; states that were pickled by older versions have none
+    _residuals_lost = 0  # ranks; the default of states that older versions have pickled
     _holders = 0  # ranks that had residuals before a regroup() that has failed
 
     def __init__(
@@ -172,7 +172,7 @@ class CommState(HookState):
         return self.group
 
     def options(self) -> dict[str, object]:
-        """What must be the same on all ranks."""
+        """The options that must be the same on all ranks."""
         return {
             "compression": self.compression,
             "feedback": bool(self._residuals),
@@ -203,11 +203,11 @@ class CommState(HookState):
             buffer: a flat tensor on the CPU or a CUDA device, with the gradients of `parameters`
                 one after the other.
             parameters: the parameters of these gradients.
-            backward: a number of the backward, to be passed to :meth:`finish`.
+            backward: the backward's number, for :meth:`finish`.
             begins: the offset of each gradient in `buffer`, if there are gaps between them.
 
         Returns:
-            A future of `buffer`; on the CPU, :meth:`finish` fulfils it.
+            A future of `buffer`; on the CPU, :meth:`finish` completes it.
         """
         check_memory("gradients", buffer)
         key = (buffer.data_ptr(), *map(id, parameters))
@@ -240,7 +240,7 @@ class CommState(HookState):
         """
         backward = backward_id()
         self._give_back_dropped()
-        if buffer.layout == torch.strided:  # start() refuses others
+        if buffer.layout == torch.strided:  # start() refuses other layouts
             rebuilt = not self._planner.knows(buffer, parameters)
             if rebuilt and self.compression is None:
                 move_into_window(buffer, self.group)
@@ -273,14 +273,14 @@ class CommState(HookState):
         self.step += 1
 
     def give_back(self) -> None:
-        """Adds the step's means, which will not be used, to residuals, so that nothing is lost."""
+        """Adds the step's unused means to the residuals, so that nothing is lost."""
         self._now.give_back()
 
     def should_commit(self, ready: bool = True) -> bool:
         """Decides whether all ranks take the step; see :meth:`pycomm.Group.should_commit`.
 
-        Call it before anything changes the gradients. If the step is not taken, the means that it
-        has exchanged go into the residuals, and come with a later step.
+        Call it before anything changes the gradients. If the step is not taken, its means go into
+        the residuals, and a later step sends them.
         """
         self._now.undecided = True
         commits = self.group.should_commit(ready)
@@ -290,24 +290,23 @@ class CommState(HookState):
         return commits
 
     def regroup(self, group: Group) -> None:
-        """Goes on with another group: a smaller one after a failure, or one that has grown.
+        """Continues with another group: a smaller one after a failure, or one that has grown.
 
-        All ranks of the new group call this, newcomers with the state that they have just made,
-        before anything changes the gradients. Residuals stay; those of newcomers begin with zeros.
-        Go on with the next batch: the means that the failed step has exchanged go into the
-        residuals, and come with a later step. The residuals of lost ranks are lost. Torch's
-        DistributedDataParallel must be made anew around the module, over a process group of the
-        same ranks (docs/recovery.md).
+        All ranks of the new group call this before anything changes the gradients; newcomers call
+        it on the state that they have just made. Residuals stay, and newcomers begin with zeros.
+        Continue with the next batch: the failed step's means go into the residuals, and a later
+        step sends them. The residuals of lost ranks are lost. Torch's DistributedDataParallel must
+        be made anew around the module, over a process group of the same ranks (docs/recovery.md).
 
         Raises:
-            TypeError: `group` is no group.
+            TypeError: `group` is not a group.
             pycomm.GroupUnusable: it is closed or has failed.
         """
         check_successor(group)
         self._give_back_dropped()
         self._now.give_back_if_failed()
         self._exposed_before += self._now.exposed()
-        stays = False  # True on a rank with residuals of the group before
+        stays = False  # True on a rank with residuals from the previous group
         if group is not self._group:
             if self._group is not None and self._residuals and self.step > 0:
                 stays, self._holders = True, self._holders or self._group.size
@@ -316,20 +315,20 @@ class CommState(HookState):
         told = host.empty(group.size, 2, dtype=torch.int64)
         all_gather(told, host.tensor([self.step, stays]), group=group)
         self.step = int(told[:, 0].max())
-        if stays:  # newcomers may have taken the places of lost ranks, so sizes do not tell
+        if stays:  # group sizes hide losses if newcomers replace lost ranks
             self._residuals_lost += self._holders - int(told[:, 1].sum())
             self._holders = 0
 
     def undo_exchange(self) -> None:
-        """Takes back what the last exchange has left to send, where its averages shall not count.
+        """Undoes what the last exchange has changed in the residuals, if its averages are not used.
 
-        Call it on all ranks when the exchange is over, and drop the gradients: after a batch that
-        shall be skipped, or after a generator's backward through a discriminator, for the latter's
-        state. Otherwise what compression has not sent of such gradients comes with later steps.
+        Call it on all ranks after the exchange, and drop the gradients: to skip a batch, or, on the
+        discriminator's state, after a generator's backward through the discriminator. Otherwise
+        later steps send what compression has not sent of these gradients.
 
-        Residuals become what they were before the exchange. That takes copies of them, which are
-        kept from the first call on. So call it once before the first step: if the first call comes
-        after an exchange, residuals become zero. Without residuals it does nothing.
+        Residuals return to their values before the exchange. This needs copies, which are kept from
+        the first call on. So call it once before the first step: if the first call comes after an
+        exchange, residuals become zero. Without residuals it does nothing.
         """
         if not self._residuals:
             return
@@ -350,13 +349,13 @@ class CommState(HookState):
         self._now.undecided = True
 
     def stats(self) -> dict[str, float]:
-        """Numbers for a logger; sizes and times are those of the last step.
+        """Numbers for a logger; sizes and times refer to the last step.
 
         Returns:
             ``steps``: the number of steps;
             ``bytes_in``: bytes of gradients in buckets;
             ``bytes_wire``: bytes that this rank moved from and to other ranks (on CUDA, an upper
-            bound; with `shard`, those of a step, in which parameters of the same size return);
+            bound; with `shard`, including the parameters that a step sends);
             ``ratio``: bytes of an uncompressed exchange divided by ``bytes_wire``;
             ``exposed_ms``: milliseconds that backward waited for exchanges at its end;
             ``exposed_ms_total``: the same for all steps together;
@@ -390,7 +389,7 @@ class CommState(HookState):
         return self._residuals.find(name)
 
     def residuals(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The residuals of those of the named parameters that have one; see :meth:`residual`."""
+        """Residuals of the named parameters, where they exist; see :meth:`residual`."""
         self._settle()
         return self._residuals.views(names)
 
@@ -409,8 +408,8 @@ class CommState(HookState):
 
         Returns:
             Copies of this rank's residuals. Every rank must save its own, in a file of its own or
-            with torch.distributed.checkpoint. That keeps only one tensor of each name, so residuals
-            are stored under the rank's number.
+            with torch.distributed.checkpoint. Residuals are stored under the rank's number, because
+            torch.distributed.checkpoint keeps only one tensor of each name.
         """
         self._settle()
         kept = {
@@ -427,12 +426,12 @@ class CommState(HookState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the result of :meth:`state_dict`, bit for bit.
 
-        From a gathered one, every rank picks its own residuals. If the number of ranks has changed,
+        Every rank picks its own residuals from a gathered dict. If the number of ranks has changed,
         every rank gets the mean of the old residuals, so the mean that is still to be sent stays
         the same.
 
         Raises:
-            ValueError: it is of another model, of another rank, or of another kind of state.
+            ValueError: the dict is from another model, another rank or another kind of state.
         """
         if (kind := saved_kind(state_dict)) is None:
             raise ValueError("state_dict must come from state_dict() of a state of pycomm.hooks")
@@ -483,8 +482,8 @@ class CommState(HookState):
     def _give_back_dropped(self) -> None:
         """Adds the means of a backward that has raised to residuals.
 
-        DistributedDataParallel cannot continue once it has sent a bucket of such a backward. So
-        later buckets belong to another one, and may begin with other parameters.
+        DistributedDataParallel cannot continue a backward that raised after it sent a bucket. So
+        later buckets belong to another backward, and may begin with other parameters.
         """
         for flight in self._flying.take_dropped():
             self._now.parameters.clear()  # so that the next bucket begins a step
@@ -534,9 +533,9 @@ def _kind(compression: Compression | None) -> str:
 
 
 def saved_kind(state_dict: object) -> str | None:
-    """The kind of state that a dict is of: its compression, local SGD, or one that is unknown.
+    """The kind of state that a dict was saved from: its compression, local SGD, or unknown.
 
-    States of different kinds keep different things under the same names. None if it is no state's.
+    States of different kinds keep different things under the same names. None for other dicts.
     """
     if not isinstance(state_dict, dict) or state_dict.get("format") != FORMAT:
         return None
@@ -549,7 +548,7 @@ def place_in(group: Group) -> tuple[int, int]:
 
 
 def check_successor(group: object) -> None:
-    """Raises an error if training cannot go on with this."""
+    """Raises an error if training cannot continue with this group."""
     if not isinstance(group, Group):
         raise TypeError(f"group must be a pycomm.Group, got {group!r}")
     group._core.check_usable()

@@ -1,6 +1,6 @@
 """One bucket's exchange: the operations for its parameters.
 
-All operations of a bucket are handed over in one call. The group's worker (on CUDA, a separate
+All operations of a bucket are submitted in one call. The group's worker (on CUDA, a separate
 stream) runs them while backward goes on.
 """
 
@@ -43,7 +43,7 @@ class BucketOperation:
     """One operation: an average in place.
 
     Attributes:
-        call: the operation; or, if it goes over NCCL between nodes, what runs it at a step.
+        call: the operation; between nodes over NCCL, a function that runs it at a step.
         tensor: the gradients.
         kept: other tensors that the operation reads and writes, by name.
         wire_bytes: the most bytes that this rank reads from other ranks, or receives from other
@@ -244,10 +244,10 @@ class Planner:
         return (buffer.data_ptr(), *map(id, parameters)) in self._made
 
     def follow_formats(self, parameters: Sequence[torch.Tensor], rebuilt: bool) -> None:
-        """Adapts residuals to new memory formats, or raises if the bucket has old ones.
+        """Adapts residuals to new memory formats, or raises if the bucket has the old formats.
 
-        DDP makes buckets in the parameters' memory formats, and makes new ones once. It reads
-        results in the present formats, so a bucket must have those.
+        DDP lays out buckets in the parameters' memory formats, and rebuilds buckets once. It reads
+        results in the present formats, so a bucket must have these formats.
 
         Args:
             parameters: the parameters of the bucket.
@@ -298,7 +298,7 @@ class Planner:
         return parts
 
     def _dense(self, tensor: torch.Tensor, first: Entry, group: Group) -> list[BucketOperation]:
-        """The operation for uncompressed neighbours, of which `first` is the first."""
+        """The operation for neighbouring uncompressed parameters that begin with `first`."""
         if tensor.numel() == 0:
             return []
         call: _C.Call | StepFlow
@@ -392,7 +392,7 @@ class BucketFuture(Future[Any]):
     def __init__(self, devices: list[int | str | torch.device] | None = None) -> None:
         super().__init__(devices=devices)
         self._devices = devices
-        self.has_follower = False  # True if errors are another future's
+        self.has_follower = False  # True if another future takes the errors
 
     def follow(self, flight: PendingExchange) -> None:
         """Makes waits for this future wait for the exchange."""
@@ -444,14 +444,14 @@ class PendingExchange:
     future: BucketFuture
     buffer: torch.Tensor
     given_back: bool = False
-    # Errors of functions that were to run after the exchange, by their futures.
+    # Errors of functions that run after the exchange, with their futures.
     failures: list[tuple[BucketFuture, Exception]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.future.follow(self)
 
     def give_back(self) -> None:
-        """Adds the means to residuals, once, as they will not be used."""
+        """Adds the unused means to residuals, once."""
         if not self.given_back:
             self.given_back = True
             self.exchange.give_back()
@@ -476,7 +476,7 @@ class PendingExchanges:
     """All exchanges that have not been waited for.
 
     A backward that raises drops its final callbacks without calling them. This distinguishes it
-    from a backward that still runs around another one, as with reentrant checkpoints.
+    from an outer backward that still runs, as with reentrant checkpoints.
     """
 
     def __init__(self) -> None:
@@ -488,7 +488,7 @@ class PendingExchanges:
         self._of.setdefault(backward, []).append(flight)
 
     def wait_in_end(self, backward: int, finish: Callable[[int], None]) -> None:
-        """Makes the running backward, which has this number, call `finish` with it at its end."""
+        """Makes the running backward, number `backward`, call ``finish(backward)`` at its end."""
         if backward not in self._ends:
             end = functools.partial(finish, backward)
             self._ends[backward] = weakref.ref(end)
@@ -510,7 +510,7 @@ class PendingExchanges:
         self._ends.clear()
 
 
-# The launch of a bucket's exchange, with what traces, records and errors say about it.
+# The launch of a bucket's exchange, with its description for traces, records and errors.
 
 
 @contextlib.contextmanager
@@ -536,7 +536,7 @@ def launching(
         core.subject = ""
 
 
-# A training step as a state has seen it, with the time for which backward has waited.
+# Statistics of a training step, with the time for which backward has waited.
 
 
 @dataclass
@@ -545,12 +545,13 @@ class StepStatistics:
 
     Attributes:
         scale: the loss scale, if gradients are scaled.
-        parameters: ids of the parameters that have been exchanged in it.
+        parameters: ids of the parameters that have been exchanged in the step.
         flights: their exchanges.
         bytes_in: bytes of gradients that shards average.
-        bytes_wire: bytes that this rank reads or receives for that, and for new parameters.
-        undecided: True if it is not known that all ranks may take the step.
-        waited: seconds for which backward has only waited for them, on the CPU.
+        bytes_wire: bytes that this rank reads or receives for gradients of shards and for new
+            parameters.
+        undecided: True while the ranks have not agreed to take the step.
+        waited: seconds for which backward has waited for exchanges, on the CPU.
     """
 
     scale: torch.Tensor | None = None
@@ -563,20 +564,20 @@ class StepStatistics:
     _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Waits until no exchange uses memory any more, whether it has succeeded or not."""
+        """Waits until all exchanges have succeeded or failed, and none uses memory."""
         for flight in self.flights:
             with contextlib.suppress(PycommError):
                 flight.work.wait()
 
     def give_back(self) -> None:
-        """Adds the means, which will not be used, to residuals, so that nothing is lost."""
+        """Adds the unused means to residuals, so that nothing is lost."""
         for flight in self.flights:
             flight.give_back()
 
     def give_back_if_failed(self) -> None:
-        """After a failure of the group: does so with the means of completed exchanges.
+        """After a failure of the group, adds the means of completed exchanges to residuals.
 
-        On CUDA nothing is given back: it is not known which exchanges have completed.
+        On CUDA nothing is added: it is not known which exchanges have completed.
         """
         landed, failed = [], self.undecided
         for flight in self.flights:

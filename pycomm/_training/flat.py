@@ -1,7 +1,7 @@
 """Flat memory: parameters side by side, with their gradients and states at the same offsets.
 
 A layout assigns places to parameters, and memory to their gradients (for the wrapper, in the
-window). Flattened parameters lie in their places themselves, and stay there.
+window). Flattened parameters themselves lie in these places, and stay there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Piece:
     Attributes:
         kind: the kind of the parameters.
         gradients: memory for their gradients, each in its place.
-        parameters: memory for flattened parameters; None, and places may change, if there are none.
+        parameters: memory for flattened parameters. Without any, it is None, and places may change.
     """
 
     def __init__(self, kind: Kind, gradients: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ class Piece:
 
     def give(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Makes the values in `view` the parameter's gradient."""
-        # Its own, because module.to() changes a gradient's data; with its own count of writes.
+        # A tensor of its own, because module.to() changes a gradient's data.
         gradient = view.data
         parameter.grad = gradient
         self._given[view.data_ptr()] = TensorWeakRef(gradient)
@@ -61,21 +61,21 @@ class Piece:
             kept.data = kept.detach().clone()
 
     def clear(self) -> None:
-        """Zeroes the memory of all gradients; gradients in use move away first."""
+        """Zeroes the memory of all gradients; gradients that the user holds move out first."""
         for address in list(self._given):
             self.evict_user_grad(address)
         self.gradients.zero_()
 
 
 class Place(NamedTuple):
-    """The place of a parameter, or one that it could move to, and its memory format."""
+    """A parameter's present or possible place in flat memory, and its memory format."""
 
     piece: Piece
     offset: int
     strides: tuple[int, ...]
 
     def of(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """This place of a buffer, in the parameter's shape and order of elements."""
+        """A view of this place in a buffer, with the parameter's shape and memory format."""
         part = buffer[self.offset : self.offset + like.numel()]
         return part.as_strided(like.shape, self.strides)
 
@@ -113,7 +113,7 @@ class Place(NamedTuple):
 
 
 class Layout:
-    """Places for parameters: those that they have, or new ones.
+    """Places for parameters: their present places, or new ones.
 
     Args:
         parameters: the parameters, each once.
@@ -178,9 +178,9 @@ class Layout:
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage of its own, so that whoever saves or copies it has it alone.
+    """The same memory with a storage of its own, so that saves and copies hold only this view.
 
-    torch saves and copies whole storages, and safetensors takes tensors of one storage for one.
+    torch saves and copies whole storages, and safetensors treats tensors of one storage as one.
     """
     return from_dlpack(to_dlpack(view.detach()))
 
@@ -204,11 +204,11 @@ def home_of(parameter: torch.Tensor) -> Place | None:
 def move_out(parameter: torch.Tensor) -> None:
     """Moves a flattened parameter to memory of its own."""
     parameter.data = parameter.detach().clone()
-    record_of(parameter).home = None  # an empty one would seem to lie there still
+    record_of(parameter).home = None  # an empty parameter would still seem to lie there
 
 
 def describe_states(part: torch.Tensor, place: Place) -> None:
-    """Assigns a place to the states of a part of a parameter, which does not lie in it itself."""
+    """Assigns a place to the states of a parameter's part; the part itself does not lie there."""
     record_of(part).states_place = place
 
 
@@ -228,7 +228,7 @@ def place_of(parameter: torch.Tensor) -> Place | None:
 
 
 def put(parameter: torch.Tensor, view: torch.Tensor, piece: Piece) -> None:
-    """Moves the parameter's gradient to `view`; a missing one counts as zeros, stays missing."""
+    """Moves a gradient to `view`. A missing one counts as zeros, and ``grad`` stays None."""
     gradient, address = parameter.grad, view.data_ptr()
     if gradient is None:
         piece.evict_user_grad(address)

@@ -2,18 +2,18 @@
 
 Backward's gradients are copied into one of three slots in the window, and freed. While backward
 goes on, a reduce-scatter averages each block of the slot into its owner's memory. A bucket that is
-larger than a slot goes through several, a range of every block at a time.
+larger than a slot goes through several slots, a range of every block at a time.
 
 If a rank has averages of earlier backwards, an all-gather first brings all ranks' averages into the
-slot. Each rank adds its gradients to them, and the sums are averaged. So the bits are those of
-gradients that no rank divides.
+slot. Each rank adds its gradients to them, and the sums are averaged. So the result has the same
+bits as without division.
 
 Between backward and step, a parameter's gradient is a stand-in that takes no memory: all its
-elements are one NaN, so that nobody mistakes it for the gradient. It shows what others do with the
-gradient: if they drop it, the stand-in is gone; if they zero it, the NaN is.
+elements share one NaN, so that nobody mistakes it for the gradient. It shows what the program does
+with the gradient: a dropped gradient removes the stand-in, and a zeroed one overwrites the NaN.
 
-On CUDA, copies and averages run in order on a stream of their own, so that no slot is waited for;
-the stream of the step waits for the last average.
+On CUDA, copies and averages run in order on a stream of their own, so that the host waits for no
+slot; the stream of the step waits for the last average.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ ADVICE = (
 class DividedGradient(torch.Tensor):
     """A tensor whose elements share memory, so that it can only be zeroed as a whole.
 
-    Other writes raise an error that says why. Views of it are such tensors, too; results of other
+    Other writes raise an error that says why. Views are divided gradients, too; results of other
     operations are plain tensors.
 
     Attributes:
-        whole: the number of elements of the gradient, also in a view of some of them.
+        whole: the number of elements of the whole gradient, also in a view.
     """
 
-    __torch_function__ = no_torch_function  # its attributes cost what a plain tensor's cost
+    __torch_function__ = no_torch_function  # makes attributes as fast as a plain tensor's
     whole: int
 
     @classmethod
     def of(cls, values: torch.Tensor, whole: int) -> DividedGradient:
-        """Elements of a gradient that has so many."""
+        """Wraps a view of a gradient with `whole` elements."""
         made = values.as_subclass(cls)
         made.whole = whole
         return made
@@ -78,7 +78,7 @@ class DividedGradient(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs an operation, unless it writes to some elements, or writes other values than 0."""
+        """Runs an operation, unless it writes only some elements, or values other than 0."""
         kwargs = kwargs or {}
         for tensor in _written(func, args, kwargs):
             if not (_zeroes(func, args) and tensor.numel() == tensor.whole):
@@ -115,7 +115,7 @@ _LINE = 64  # bytes
 
 
 class _Span(NamedTuple):
-    """The elements of one of a bucket's parameters that one rank owns."""
+    """The elements of one parameter of a bucket that one rank owns."""
 
     number: int  # of the parameter
     owned: OwnedRange
@@ -123,7 +123,7 @@ class _Span(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Neighbouring elements of one of a bucket's parameters that one rank owns, in a slot."""
+    """Neighbouring elements of one parameter of a bucket that one rank owns, in a slot."""
 
     number: int  # of the parameter
     begin: int
@@ -132,7 +132,7 @@ class _Run(NamedTuple):
 
 
 class _Portion(NamedTuple):
-    """What goes through a slot at once: the same range of each of a bucket's blocks.
+    """A range of every block of a bucket, which goes through a slot at once.
 
     Attributes:
         own: this rank's averages, padding included.
@@ -146,7 +146,7 @@ class _Portion(NamedTuple):
 class _StandIn:
     """Stands for a parameter's gradient, and shows whether it has been written.
 
-    On CUDA its value is read only after a write that torch has counted, because that waits.
+    On CUDA its value is read only after a write that torch has counted, because reading waits.
     """
 
     def __init__(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
@@ -156,7 +156,7 @@ class _StandIn:
         self._version = self.tensor._version
 
     def is_whole(self) -> bool:
-        """True if nothing has written to it, as torch counts and as it looks."""
+        """True if nothing has written to it, by torch's version counter and by its value."""
         if self.tensor.numel() == 0:
             return True
         same = self.tensor.data_ptr() == self._number.data_ptr()
@@ -197,12 +197,12 @@ class GradShardBuffers:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._own: dict[int, torch.Tensor] = {}
         self._stand_ins: dict[int, _StandIn] = {}
-        self._kept: set[int] = set()  # ids of parameters that have got their stand-ins
+        self._kept: set[int] = set()  # ids of parameters whose gradient is the stand-in
         self._gathered: dict[int, TensorWeakRef] = {}  # whole gradients, by the parameter's id
         self.buffers: list[torch.Tensor] = []
         self._portions = {id(bucket.parameters[0]): self._divide(bucket) for bucket in buckets}
         self._adds: set[int] = set()  # ids of parameters whose averages are added to
-        self._zeroed: set[int] = set()  # ids of those that were found zeroed
+        self._zeroed: set[int] = set()  # ids of parameters whose stand-in was zeroed
         self._works: list[Work | None] = [None] * SLOTS
         self._sent = self._gathered_bytes = 0
 
@@ -223,10 +223,10 @@ class GradShardBuffers:
         portions = (
             _portion(spans, block, at, min(at + room, count)) for at in range(0, count, room)
         )
-        return [portion for portion in portions if portion.runs]  # else it is padding
+        return [portion for portion in portions if portion.runs]  # others are padding
 
     def _spans(self, parameters: Sequence[torch.Tensor]) -> tuple[list[_Span], int]:
-        """The places of a bucket's parameters in blocks, and the elements of a block."""
+        """The places of a bucket's parameters in blocks, and the size of a block."""
         shards, spans = self._shards, []
         first, last = shards.extent(parameters)
         count = (last - first) // shards.group.size
@@ -264,7 +264,7 @@ class GradShardBuffers:
         return gathered is not None and gathered() is parameter.grad
 
     def forget_dropped(self, parameter: torch.Tensor) -> None:
-        """Forgets a gradient that the user has dropped, as another one has come."""
+        """Forgets a gradient that the user has dropped, since a new one has come."""
         if parameter.grad is not self._stand_ins[id(parameter)].tensor:
             self._kept.discard(id(parameter))
 
@@ -273,12 +273,12 @@ class GradShardBuffers:
         return self._own[id(parameter)]
 
     def begin(self, parameters: Iterable[torch.Tensor], noted: bool = False) -> None:
-        """Prepares for a backward, whose gradients will be added to those that lie here.
+        """Prepares for a backward, whose gradients will be added to the averages that lie here.
 
         Args:
             parameters: the parameters.
-            noted: True counts those that lay here after the last backward, whatever has become of
-                them: for a rank whose backward has raised, and whose result is dropped.
+            noted: True takes the gradients as the last backward left them, whatever the program has
+                done since: for a rank whose backward has raised, and whose result is dropped.
         """
         self._adds.clear()
         self._zeroed.clear()
@@ -291,8 +291,8 @@ class GradShardBuffers:
     def resume(self, parameters: Iterable[torch.Tensor]) -> None:
         """Undoes :meth:`begin` after a backward that brought no gradients.
 
-        Gradients that were zeroed stay away. A loss of this backward's results, such as a gradient
-        penalty, may come next; its backward reaches parameters before the hook on the outputs.
+        Zeroed gradients stay None. A loss of this backward's results, such as a gradient penalty,
+        may come next; its backward reaches parameters before the hook on the outputs.
         """
         self.keep(p for p in parameters if self.accumulates(p) and id(p) not in self._zeroed)
         self._adds.clear()
@@ -319,7 +319,7 @@ class GradShardBuffers:
         """Waits until all buckets have been averaged.
 
         Returns:
-            The bytes of averages of earlier backwards that all ranks have got.
+            The bytes of earlier backwards' averages that an all-gather has collected.
         """
         for slot in range(SLOTS):
             self._wait(slot)

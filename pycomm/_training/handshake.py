@@ -1,9 +1,9 @@
 """The states of a wrapper from a forward to the end of the exchange that follows it.
 
-A forward that records gradients promises an exchange, on all ranks alike. A backward first sends an
-announcement of it. If a rank starts another forward while its promise is open, it takes part in
-that announcement. If other ranks have announced an exchange, this rank's backward must have raised.
-If none has, there are several forwards before one backward.
+A forward that records gradients promises an exchange, on all ranks alike. A backward first
+announces it. If a rank starts another forward while its promise is open, it takes part in that
+announcement. If other ranks have announced an exchange, this rank's backward must have raised. If
+none has, there are several forwards before one backward.
 
     IDLE      -> PROMISED   a forward records gradients
     IDLE      -> BACKWARD   a gradient comes, or this rank takes part in the others' exchange
@@ -43,18 +43,18 @@ class BackwardHandshake:
 
     Attributes:
         phase: see :class:`Phase`.
-        latest: the number of the last forward; None if that was inside of a backward.
+        latest: the number of the last forward; None if it was inside of a backward.
     """
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
         self.latest: int | None = None
         self._numbers = itertools.count()
-        self._forwards: set[int] = set()  # that no backward has followed
-        self._left: set[int] = set()  # those from before the last exchange
-        self._entered: set[int | None] = set()  # whose outputs the running backward has passed
-        self._taken: set[int] = set()  # the last whose exchange a backward without outputs had
-        self._announced = 0  # 1 for an exchange; 2 if averages of an earlier backward come before
+        self._forwards: set[int] = set()  # forwards without a backward
+        self._left: set[int] = set()  # forwards before the last exchange that got no backward
+        self._entered: set[int | None] = set()  # forwards that the running backward has passed
+        self._taken: set[int] = set()  # forwards whose exchange another backward has used up
+        self._announced = 0  # 1 for an exchange; 2 if it follows averages of an earlier backward
         self._work: Work | None = None
 
     @property
@@ -73,14 +73,14 @@ class BackwardHandshake:
             self.phase = Phase.PROMISED
 
     def note_forward(self, inside_backward: bool) -> None:
-        """Promises an exchange, in a forward; inside a backward it repeats a counted forward."""
+        """Promises an exchange, in a forward. A forward inside a backward is a repeated one."""
         self.promise()
         self.latest = None if inside_backward else next(self._numbers)
         if self.latest is not None:
             self._forwards.add(self.latest)
 
     def expect(self, backward: bool) -> None:
-        """Records whether a backward is to come, in place of a promise: in ``join()``."""
+        """Records whether a backward will come; ``join()`` knows it without a promise."""
         self.phase = Phase.PROMISED if backward else Phase.IDLE
 
     def begin_backward(self) -> None:
@@ -88,7 +88,7 @@ class BackwardHandshake:
         self.phase = Phase.BACKWARD
 
     def leave_backward(self) -> None:
-        """Ends a backward without an exchange, which is still to come."""
+        """Ends a backward without an exchange; the exchange is still to come."""
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.PROMISED
 
@@ -103,7 +103,7 @@ class BackwardHandshake:
 
     @property
     def is_repeated(self) -> bool:
-        """True if another backward, which passed no outputs, has had the running one's exchange."""
+        """True if a backward that passed no outputs has used up the running one's exchange."""
         return not self._taken.isdisjoint(self._entered)
 
     def announce(self, group: Group, after_averages: bool = False) -> None:
@@ -111,7 +111,7 @@ class BackwardHandshake:
 
         Args:
             group: the ranks.
-            after_averages: True if averages that an earlier backward has left come first.
+            after_averages: True if averages of an earlier backward come first.
         """
         if not self._announced:
             self._announced = 1 + after_averages
@@ -119,14 +119,14 @@ class BackwardHandshake:
             self._work = all_reduce(announced, "max", group=group, async_op=True)
 
     def is_broken(self, group: Group) -> bool:
-        """In another forward: true if other ranks are in the exchange, so this one must join it."""
-        if not self.ask(group):  # so forwards left over then will not have a backward
+        """In another forward: true if other ranks are in the exchange; this rank must join it."""
+        if not self.ask(group):  # so forwards left from before will get no backward
             self._forwards -= self._left
             self._left = set()
         return bool(self._announced)
 
     def ask(self, group: Group, announces: bool = False) -> bool:
-        """Outside of a backward: true if any rank announces an exchange, as this one may."""
+        """Outside of a backward: true if any rank announces an exchange."""
         if not self._announced:
             own = host.tensor([announces], dtype=torch.uint8)
             self._announced = int(all_reduce(own, "max", group=group))
@@ -134,7 +134,7 @@ class BackwardHandshake:
 
     @property
     def after_averages(self) -> bool:
-        """True if averages that an earlier backward has left come before the announced exchange."""
+        """True if averages of an earlier backward come before the announced exchange."""
         return self._announced > 1
 
     def wait(self) -> None:
@@ -148,7 +148,7 @@ class BackwardHandshake:
         self._work = None
 
     def settle(self, dropped: bool = False) -> None:
-        """Ends a backward; other forwards before it may have backwards of their own."""
+        """Ends a backward; earlier forwards may still get their own backwards."""
         ended = self._forwards & self._entered
         if not ended and self._forwards and not self._entered:
             ended = self._taken = {min(self._forwards)}
@@ -163,10 +163,10 @@ class Errors(NamedTuple):
     """Ranks with errors in a backward.
 
     Attributes:
-        raised: their backward has raised.
-        repeated: another backward, which passed no outputs, has had this one's exchange.
-        stepped: parameters have changed while backward ran.
-        moved: parameters have left the memory of shards.
+        raised: ranks whose backward has raised.
+        repeated: ranks on which a backward that passed no outputs has used up this exchange.
+        stepped: ranks whose parameters have changed during backward.
+        moved: ranks whose parameters have left the memory of shards.
     """
 
     raised: list[int]
@@ -175,7 +175,7 @@ class Errors(NamedTuple):
     moved: list[int]
 
     def explain(self, group: Group, moved: Sequence[str]) -> str:
-        """What to raise, empty for nothing; `moved` are this rank's parameters that have moved."""
+        """The error's message, empty without an error; `moved` names this rank's parameters."""
         if self.raised:
             return (
                 f"backward has raised on ranks {self.raised} of {group.size}, or they have made "
@@ -208,7 +208,7 @@ class Errors(NamedTuple):
 def compare(
     used: Sequence[bool], errors: Sequence[bool], group: Group
 ) -> tuple[list[bool], Errors]:
-    """After an exchange: what any rank has used, and which ranks have which of :class:`Errors`."""
+    """After an exchange: what any rank has used, and which ranks have errors."""
     ranks = range(group.size)
     flags = [*used, *(error and rank == group.rank for error in errors for rank in ranks)]
     anywhere = all_reduce(host.tensor(flags, dtype=torch.uint8), "max", group=group).bool().tolist()

@@ -24,7 +24,7 @@ class HookState(ABC):
     """The base of all states in :mod:`pycomm.hooks`, as hooks and the wrapper use them.
 
     Attributes:
-        averages_parameters: True if ranks train apart, and exchange parameters.
+        averages_parameters: True if ranks train separately, and exchange parameters.
         agreements: if so, how many times all ranks have had the same parameters.
     """
 
@@ -70,7 +70,7 @@ class HookState(ABC):
 
     @abstractmethod
     def options(self) -> dict[str, object]:
-        """What must be the same on all ranks."""
+        """The options that must be the same on all ranks."""
 
     @abstractmethod
     def check_module(self, module: nn.Module) -> None:
@@ -93,7 +93,7 @@ class HookState(ABC):
 
     @abstractmethod
     def give_back(self) -> None:
-        """Adds the step's means, which will not be used, to residuals."""
+        """Adds the step's unused means to residuals."""
 
     @abstractmethod
     def note_failure(self) -> None:
@@ -105,7 +105,7 @@ class HookState(ABC):
 
     @abstractmethod
     def regroup(self, group: "Group") -> None:
-        """Goes on with another group."""
+        """Continues with another group."""
 
     @abstractmethod
     def start_in_backward(
@@ -115,7 +115,7 @@ class HookState(ABC):
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Exchanges gradients in the state's way. This hook accepts every state."""
+    """Exchanges gradients as the state does. This hook accepts every state."""
     if not isinstance(state, HookState):
         raise TypeError(f"state must be one of pycomm.hooks, got {type(state).__name__}")
     if not isinstance(bucket, GradBucket):
@@ -134,9 +134,9 @@ def comm_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
 def move_into_window(bucket: torch.Tensor, group: Group) -> None:
     """Gives a bucket, and all views of it, memory in the group's window, with the same content.
 
-    NumPy arrays and DLPack tensors that were made of a view before are no longer valid. The bucket
-    stays where it is if it is only a part of its storage or shared with other processes, if the
-    group has one rank, or if the window has no memory left.
+    NumPy arrays and DLPack tensors that were made from a view are no longer valid. The bucket stays
+    where it is if it is only a part of its storage or shared with other processes, if the group has
+    one rank, or if the window has no memory left.
     """
     storage = bucket.untyped_storage()
     alone = storage.nbytes() == bucket.nbytes and not storage.is_shared()

@@ -98,18 +98,18 @@ def compare(mine: LocalSGDStatus, group: Group) -> list[LocalSGDStatus]:
 
 
 class _Account(NamedTuple):
-    """What a rank brings to a new group.
+    """A rank's state, as it reports it to a new group.
 
     Attributes:
         is_new: True if it has not trained with any of the others.
         came_late: True if its steps of this round do not count.
         steps: the number of its steps.
-        pending: those of this round.
+        pending: the number of its steps in this round.
         owed: True if it has failed in an exchange.
         agreements: how many times it has had the same parameters as the others.
-        anchored: True if it has what all had in common.
+        has_snapshot: True if it has the common parameters of the last exchange.
         divides: True if it has an `inner_group`.
-        number: of its parameters and options.
+        number: the checksum of its parameters and options.
     """
 
     is_new: int
@@ -156,13 +156,13 @@ class LocalSGDState(HookState):
     instead (error reset; Xie et al., "CSER: communication-efficient SGD with error reset", 2020).
     So changes that it has made, but not sent yet, stay in its parameters, and small densities lose
     far less. Then only the outer parameters are the same on all ranks, bit for bit;
-    :meth:`outer_parameters` gives them to the model. A residual also holds what this rank, as the
-    owner of a region, has not sent back of the sums of all ranks.
+    :meth:`outer_parameters` gives them to the model. A residual also holds the part of all ranks'
+    sums that this rank, as the owner of a region, has not sent back.
 
     Args:
         params: ``model.named_parameters()``.
-        optimizer: the model's optimizer, or several: those that change these parameters, and no
-            others. If one of pycomm's optimizers keeps full-precision weights, those are exchanged.
+        optimizer: the optimizer, or optimizers, of these parameters and no others. If one of
+            pycomm's optimizers keeps full-precision weights, these weights are exchanged.
         period: steps from one exchange to the next.
         compression: compression of the changes since the last exchange, or None. Residuals keep
             what it loses of each parameter and send it later.
@@ -171,8 +171,8 @@ class LocalSGDState(HookState):
         local_residuals: each rank continues from the outer parameters plus its own residuals. Needs
             a compression without momentum correction; :meth:`join` is refused.
         gradient_steps: the number of first steps that exchange gradients instead, uncompressed.
-        inner_group: ranks that also exchange gradients in every step after the warm-up, such as
-            those of one node.
+        inner_group: ranks that also exchange gradients in every step after the warm-up, such as the
+            ranks of one node.
         group: the group that exchanges parameters; by default the default group.
         exclude: see :class:`pycomm.hooks.CommState`.
 
@@ -189,9 +189,9 @@ class LocalSGDState(HookState):
     """
 
     averages_parameters = True
-    # Ranks; True from the call of exchange() to its success; True until this rank has what others
-    # have in common; and True on such a rank until the round in which it came is over. States that
-    # were pickled by older versions have none of these.
+    # _changes_lost is a number of ranks. _owed is True until a begun exchange succeeds, _is_new
+    # until this rank has the common parameters, _came_late until the round in which it joined is
+    # over. These are the defaults of states that older versions have pickled.
     _changes_lost, _owed, _is_new, _came_late = 0, False, False, False
 
     def __init__(
@@ -246,11 +246,11 @@ class LocalSGDState(HookState):
         super().register(model)
 
     def options(self) -> dict[str, object]:
-        """What must be the same on all ranks of a wrapper; :meth:`exchange` compares the rest."""
+        """The options that all ranks of a wrapper compare; :meth:`exchange` compares the rest."""
         return {"local_sgd": True}
 
     def check_module(self, module: nn.Module) -> None:
-        """Raises ValueError if this exchanges what each rank of the module keeps for itself."""
+        """Raises ValueError if this exchanges parameters that each rank keeps for itself."""
         for name, parameter in module.named_parameters():
             if name in ignored(module) and self.exchanges_parameter(parameter):
                 raise ValueError(
@@ -258,7 +258,7 @@ class LocalSGDState(HookState):
                     "names: give the state the other parameters, with an optimizer of their own"
                 )
 
-    # Backward: most steps leave gradients alone, the first ones may exchange them.
+    # Backward: gradients are exchanged only in the warm-up, or with an inner group.
 
     def exchanges_parameter(self, tensor: torch.Tensor) -> bool:
         """True for a parameter that ranks exchange."""
@@ -348,7 +348,7 @@ class LocalSGDState(HookState):
     @not_compiled
     @host.makes_lasting
     def step(self) -> bool:
-        """Counts a step, and exchanges if it is time. Call it after every step of the optimizer.
+        """Counts a step, and exchanges if a period ends. Call it after every step of the optimizer.
 
         A step that a GradScaler has skipped counts, too, as other ranks may not have skipped it.
 
@@ -380,15 +380,15 @@ class LocalSGDState(HookState):
         """Exchanges now, at any point of the period: after training or before an evaluation.
 
         All ranks must call this. It does nothing if no rank has made a step since the last
-        exchange. If the group fails, all ranks that survive have taken the outer step, or none;
-        then nothing has changed, and :meth:`regroup` goes on.
+        exchange. If the group fails, all surviving ranks have taken the outer step, or none has and
+        nothing has changed. :meth:`regroup` continues.
 
         Returns:
             True if there was an exchange.
 
         Raises:
-            pycomm.Mismatch: ranks are not at the same step, or differ in their settings or in the
-                parameters that they had in common.
+            pycomm.Mismatch: ranks are not at the same step, or differ in their settings or in their
+                common parameters.
             The errors of :func:`pycomm.all_reduce`.
         """
         if self.steps < self._gradient_steps:
@@ -401,25 +401,25 @@ class LocalSGDState(HookState):
     @not_compiled
     @host.makes_lasting
     def regroup(self, group: Group) -> None:
-        """Goes on with another group: a smaller one after a failure, or one that has grown.
+        """Continues with another group: a smaller one after a failure, or one that has grown.
 
         All ranks of the new group call this. Each keeps its parameters, the changes that it has
-        made since the last exchange, its optimizer states and its residuals. All count as many
-        steps as the one that has made most. If any of them has failed in an exchange, in
-        :meth:`step` or in :meth:`exchange`, it is made now. What lost ranks had changed since the
-        last exchange is lost, and so are their residuals; :meth:`stats` counts both.
+        made since the last exchange, its optimizer states and its residuals. All ranks adopt the
+        largest number of steps. If an exchange has failed on any rank, in :meth:`step` or in
+        :meth:`exchange`, it is repeated now. Lost ranks' changes since the last exchange are lost,
+        and so are their residuals; :meth:`stats` counts both.
 
         Newcomers call this with the state that they have just made in `group`. They get the
-        parameters after the last exchange and the outer momentum; without compression,
-        `outer_lr` and `outer_momentum`, the present parameters of the first rank that is not new.
-        If others have made steps since the last exchange, newcomers count from the next one on.
+        parameters after the last exchange and the outer momentum. Without compression, `outer_lr`
+        and `outer_momentum`, they get the present parameters of the first rank that is not new. If
+        others have made steps since the last exchange, newcomers do not count in the next exchange.
 
         Raises:
-            TypeError: `group` is no group.
-            ValueError: this is called inside of :meth:`join`; there is an `inner_group`, on any
-                rank; or this newcomer has other parameters or options than the others.
+            TypeError: `group` is not a group.
+            ValueError: this is called inside of :meth:`join`, any rank has an `inner_group`, or
+                this newcomer's parameters or options differ from the others'.
             RuntimeError: only some ranks took the last step of the warm-up; on all ranks.
-            pycomm.CollectiveError: a newcomer has others: shrink the group.
+            pycomm.CollectiveError: a newcomer's parameters or options differ: shrink the group.
             The errors of :meth:`exchange`.
         """
         self._check_not_shown()
@@ -504,7 +504,7 @@ class LocalSGDState(HookState):
         return accounts
 
     def _adopt(self, accounts: Sequence[_Account]) -> None:
-        """Makes all ranks count as the one that has made most steps, and gives new ones the rest.
+        """Adopts the largest counts of all ranks, and gives new ranks the common parameters.
 
         All ranks must call this.
         """
@@ -540,7 +540,7 @@ class LocalSGDState(HookState):
             self._outer.snapshot()
 
     def _meet(self) -> list[LocalSGDStatus]:
-        """Exchanges if any rank has made a step; returns every rank's report from before."""
+        """Exchanges if any rank has made a step; returns the ranks' reports from before."""
         self._check_not_shown()
         self._optimizers.check(self._parameters)
         if not self._outer.has_snapshot:
@@ -569,15 +569,15 @@ class LocalSGDState(HookState):
 
     @contextlib.contextmanager
     def outer_parameters(self) -> Iterator[None]:
-        """Gives the model the outer parameters: for evaluations and for a model to keep.
+        """Gives the model the outer parameters, for an evaluation or for saving the model.
 
         These are the parameters after the last exchange, the same on all ranks. Afterwards the
-        model has this rank's own parameters again, of which there is a copy meanwhile. Inside,
-        steps and exchanges raise RuntimeError, and so do saving, loading and copying this state,
-        because it belongs to the rank's own parameters.
+        model has this rank's own parameters again; a copy keeps them meanwhile. Inside, steps and
+        exchanges raise RuntimeError, and so do saving, loading and copying this state, because it
+        belongs to the rank's own parameters.
 
         Raises:
-            ValueError: this state averages parameters as they are, and keeps no others.
+            ValueError: this state averages plain parameters, so the model already has them.
         """
         if not self._outer.rule.on_differences:
             raise ValueError(
@@ -598,9 +598,9 @@ class LocalSGDState(HookState):
         """Numbers about the exchanges of parameters.
 
         Returns:
-            those of :meth:`CommState.stats`;
-            ``changes_lost``: the number of ranks that were lost with what they had changed since
-            the last exchange.
+            the numbers of :meth:`CommState.stats`;
+            ``changes_lost``: the number of ranks that were lost with changes since the last
+            exchange.
         """
         return {**self._differences.stats(), "changes_lost": float(self._changes_lost)}
 
@@ -613,7 +613,7 @@ class LocalSGDState(HookState):
         return self._differences.residual(name)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that are kept from step to step, and those that exchanges need."""
+        """All tensors that are kept from step to step, and the working memory of exchanges."""
         return [*self._differences.tensors(), *self._outer.tensors()]
 
     def state_dict(self, gathered: bool = False) -> dict[str, Any]:
@@ -627,8 +627,8 @@ class LocalSGDState(HookState):
                 :meth:`CommState.state_dict`.
 
         Raises:
-            ValueError: `gathered`, and there have been steps since the last exchange, or there are
-                `local_residuals`.
+            ValueError: `gathered` is True with `local_residuals`, or after steps since the last
+                exchange.
         """
         self._check_not_shown()
         if gathered and self._outer.rule.local_residuals:
@@ -656,7 +656,7 @@ class LocalSGDState(HookState):
         """Restores the result of :meth:`state_dict`, bit for bit.
 
         Raises:
-            ValueError: it is of another model, another rank or other options.
+            ValueError: the dict is from another model, another rank or other options.
         """
         if (kind := saved_kind(state_dict)) != LOCAL_SGD:
             got = "" if kind is None else f", got that of a state of compression {kind}"

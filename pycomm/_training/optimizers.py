@@ -1,4 +1,4 @@
-"""The fused optimizers of this process, so that wrappers find those of their parameters."""
+"""The fused optimizers of this process, in which wrappers find their parameters' optimizers."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ class Optimizer(Protocol):
     in_step: bool
 
     def rank_in_division(self) -> int:
-        """This rank among those that have parts of the states; -1 if it has none."""
+        """This rank's number in the division of the states; -1 if it has no part."""
 
     def lost_parts(self, owners: Collection[int]) -> set[int]:
-        """Ranks that have parts of the states and are not among these."""
+        """Ranks that have parts of the states and are not in `owners`."""
 
     def lost_with_replicas(self, owners: Collection[int]) -> set[int]:
-        """Those of which these have no replicas, either."""
+        """Lost ranks whose parts have no replicas on `owners`, either."""
 
     def is_replicated(self) -> bool:
         """True if there are replicas of all sharded states."""
 
     def undoes_step(self) -> bool:
-        """True if this rank has begun a step that does not count, and has copies from before."""
+        """True if this rank has begun a step that does not count, and has copies from before it."""
 
     def undo_step(self) -> None:
         """Gives parts of the parameters their values before a step that failed."""
 
     def to_restore(self, owners: Mapping[int, int]) -> list[tuple[torch.Tensor, list[OwnedRange]]]:
-        """Parameters that ranks must send each other after that."""
+        """Parameters that ranks must send each other after :meth:`undo_step`."""
 
     def follow_parts(self, group: Group, owners: Mapping[int, int], restores: bool) -> None:
         """Records which ranks of another group have the parts; later steps divide them anew."""

@@ -1,7 +1,7 @@
-"""The outer step of local SGD, and the parameters that ranks have had in common since the last one.
+"""The outer step of local SGD, and the common parameters of all ranks that it updates.
 
-All arithmetic is element by element, and every operation rounds by itself. So ranks that begin with
-the same bits and get the same mean end with the same bits, on any processor.
+All arithmetic is elementwise, and every operation rounds separately. So ranks that begin with the
+same bits and get the same mean end with the same bits, on any processor.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pycomm._training.parameters import Entry, Parameters
 if TYPE_CHECKING:
     from pycomm.group import Group
 
-# Exchanges that count on all ranks that survive, or on none of them.
+# Exchanges that count on all surviving ranks or on none.
 
 
 @contextlib.contextmanager
 def on_all_or_none(state: CommState) -> Iterator[None]:
     """Surrounds exchanges whose results are used only afterwards.
 
-    At the end all ranks decide whether the exchanges count. If the group fails before, the state
-    is as it was, and can repeat them in a smaller group.
+    At the end all ranks decide whether the exchanges count. If the group fails before that, the
+    state is restored, and can repeat the exchanges in a smaller group.
     """
     step, residuals = state.step, state._residuals.copy()
     try:
@@ -51,7 +51,7 @@ def on_all_or_none(state: CommState) -> Iterator[None]:
 
 
 class Watcher(Protocol):
-    """An object that hears of steps."""
+    """An object that is told of steps."""
 
     def before_step(self, number: int) -> None:
         """Runs before each step of the optimizer with this number."""
@@ -61,8 +61,7 @@ class InnerOptimizers:
     """Optimizers of the same model.
 
     Args:
-        given: an optimizer, or several. Wrappers of accelerate and Lightning count as what they
-            wrap.
+        given: an optimizer, or several. Wrappers of accelerate and Lightning are unwrapped.
 
     Raises:
         TypeError: `given` is something else.
@@ -76,7 +75,7 @@ class InnerOptimizers:
             raise TypeError("optimizer must be an optimizer or several, got none")
 
     def check(self, parameters: Parameters) -> None:
-        """Checks that they change just these parameters, each of them one.
+        """Checks that each of these parameters, and no other, is in exactly one optimizer.
 
         Raises:
             ValueError: they do not.
@@ -157,7 +156,7 @@ def _teller(watcher: weakref.ref[Watcher], number: int) -> Callable[..., None]:
     return tell
 
 
-# The outer step of local SGD, and the parameters that ranks have had in common since the last one.
+# The outer step of local SGD, and the common parameters of all ranks that it updates.
 
 _PIECE_BYTES = 25 << 20
 
@@ -169,8 +168,8 @@ class Rule:
     """How the mean change becomes a step (Nesterov's, as in torch.optim.SGD).
 
     Attributes:
-        lr: learning rate; 1 without momentum makes the step the mean itself.
-        momentum: factor of the steps before.
+        lr: learning rate; 1 without momentum steps to the mean itself.
+        momentum: factor of the previous steps.
         on_differences: exchange the changes since the last exchange, instead of parameters.
         local_residuals: each rank continues from the common parameters plus its residuals.
     """
@@ -218,7 +217,7 @@ class _Piece:
         return {e.name: e.view(part) for e, part in zip(self._entries, parts, strict=True)}
 
     def snapshot(self, optimizers: InnerOptimizers, rule: Rule) -> None:
-        """Records the present parameters as those that all ranks have in common."""
+        """Records the present parameters as the common parameters of all ranks."""
         dtype, device = self.kind
         self.last = torch.empty(self.count, dtype=dtype, device=device)
         if rule.momentum:
@@ -297,12 +296,12 @@ class Outer:
 
     @property
     def has_snapshot(self) -> bool:
-        """True if an exchange has all that it needs to know of the past."""
+        """True if an exchange has the common parameters, or does not need them."""
         return not self.rule.on_differences or self._pieces[0].last is not None
 
     @torch.no_grad()
     def snapshot(self) -> None:
-        """Records the present parameters as those that all ranks have in common."""
+        """Records the present parameters as the common parameters of all ranks."""
         for piece in self._pieces:
             piece.snapshot(self._optimizers, self.rule)
         self._checked = False
@@ -316,7 +315,7 @@ class Outer:
         self._checked = False
 
     def fingerprint(self) -> int:
-        """A hash of what ranks should have in common; 0 if they have compared it already."""
+        """A hash of the common parameters; 0 if ranks have compared it already."""
         if self._checked:
             return 0
         sums = [
@@ -329,7 +328,7 @@ class Outer:
         """Averages over all ranks, which have compared fingerprints, and takes the outer step.
 
         While a piece is being exchanged, the next one is prepared. The outer step waits for all
-        pieces, so that all ranks that survive a failure have taken it, or none.
+        pieces, so that all ranks that survive a failure have taken it, or none has.
 
         Args:
             comm: runs the exchange.
@@ -352,13 +351,12 @@ class Outer:
 
     @torch.no_grad()
     def hand_on(self, source: int, receives: bool, has_snapshot: bool, group: Group) -> None:
-        """Sends what ranks have in common to those that receive it; a collective call.
+        """Sends the common parameters and the momentum to new ranks; a collective call.
 
         Args:
-            source: the rank that sends it: parameters after the last exchange, and the momentum. If
-                there are none, it sends its present parameters.
-            receives: True if this rank is to have them.
-            has_snapshot: True if any rank that does not receive them has a snapshot.
+            source: the rank that sends. Without a snapshot, it sends its present parameters.
+            receives: True on a new rank.
+            has_snapshot: True if any rank that is not new has a snapshot.
             group: the ranks.
         """
         receives = receives and group.rank != source
@@ -411,7 +409,7 @@ class Outer:
         """Restores the result of :meth:`dump`.
 
         Raises:
-            ValueError: it is of another model, or made under another rule.
+            ValueError: the dump is from another model or another rule.
         """
         self.check(dump)
         for piece in self._pieces:
@@ -429,7 +427,7 @@ class Outer:
         return [*self._buffers.values(), *(tensor for tensor in kept if tensor is not None)]
 
     def check(self, dump: dict[str, Any]) -> None:
-        """Raises ValueError for a dump of another model, or under another rule."""
+        """Raises ValueError for a dump from another model or another rule."""
         kinds = [["last"], ["last", "velocity"]][self.rule.momentum > 0]
         if dump and (not self.rule.on_differences or list(dump) != kinds):
             wanted = kinds if self.rule.on_differences else []
@@ -447,14 +445,14 @@ class Outer:
                 )
 
     def _buffer(self, piece: _Piece) -> torch.Tensor:
-        """The memory for what a piece contributes, and then for the mean."""
+        """The memory for a piece's contribution, and then for the mean."""
         if piece not in self._buffers:
             dtype, device = piece.kind
             self._buffers[piece] = torch.empty(piece.count, dtype=dtype, device=device)
         return self._buffers[piece]
 
     def _residuals(self, piece: _Piece, comm: CommState) -> dict[str, torch.Tensor]:
-        """The residuals that belong to where this rank begins. An exchange may have moved them."""
+        """The residuals that this rank adds to the common parameters; exchanges may move them."""
         return comm.residuals(piece.names) if self.rule.local_residuals else {}
 
 

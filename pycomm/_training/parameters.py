@@ -1,4 +1,4 @@
-"""A model's parameters: their names and positions, and what is known of each.
+"""A model's parameters: their names and positions, and a record of each.
 
 Blocks, owners and random bits of a parameter follow only its position in the model, so results do
 not depend on how gradients are packed into buckets.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # A multiple of every block.
 _ALIGNMENT = 4096
 _SMALL = 4096
-_LONGEST, _LONGEST_OF_TWO = 120, 46  # letters that records have room for
+_LONGEST, _LONGEST_OF_TWO = 120, 46  # characters that fit into log records
 _WRAPPERS = ("_orig_mod.", "module.")
 
 Exclude = Callable[[str, torch.Tensor], bool]
@@ -38,8 +38,8 @@ class Entry:
     Attributes:
         name: the name without prefixes of wrappers; empty if names are unknown.
         shape: the parameter's shape.
-        strides: strides of its gradient in a bucket: those that the parameter had when the bucket
-            was made, if they are dense.
+        strides: strides of its gradient in a bucket: the parameter's strides when the bucket was
+            made, if they are dense.
         first: index of its first element in the whole model.
         dense: True if it is sent uncompressed.
     """
@@ -65,8 +65,8 @@ class Parameters:
 
     Args:
         params: ``model.named_parameters()``; None if names do not matter.
-        exclude: true for parameters to send uncompressed; by default those with one dimension or
-            fewer than 4,096 elements.
+        exclude: true for parameters to send uncompressed; by default parameters with one dimension
+            or fewer than 4,096 elements.
 
     Attributes:
         entries: the entries by the parameter's id.
@@ -106,7 +106,7 @@ class Parameters:
         return [entries.get(id(parameter)) or self[parameter] for parameter in parameters]
 
     def describe(self, bucket: torch.Tensor, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """What a trace tells of a bucket: its size, and the parameters' names if they are known."""
+        """What a trace shows of a bucket: its size, and the parameters' names if they are known."""
         names = [name for entry in self.of(parameters) if (name := entry.name)]
         return {"bytes": bucket.nbytes} | ({"parameters": names} if names else {})
 
@@ -136,13 +136,13 @@ class Parameters:
 
 
 def _ending(name: str, most: int) -> str:
-    """A name in ASCII, of which the end tells more than the beginning."""
-    name = name.encode("ascii", "backslashreplace").decode()  # records have no other letters
+    """A name in ASCII. A long one loses its beginning, since its end tells more."""
+    name = name.encode("ascii", "backslashreplace").decode()  # records are in ASCII
     return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
 def as_real(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter as DistributedDataParallel puts it into buckets: with pairs of real numbers."""
+    """A parameter as DistributedDataParallel puts it into buckets: complex ones as real pairs."""
     return torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
 
 
@@ -157,7 +157,7 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def describe_tensor(name: str, tensor: torch.Tensor) -> str:
-    """What must be the same on all ranks; strides of dimensions of size 1 do not matter."""
+    """Text that must be the same on all ranks; strides of dimensions of size 1 do not matter."""
     strides = [
         stride if n > 1 else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ]
@@ -177,7 +177,7 @@ def is_small(name: str, parameter: torch.Tensor) -> bool:  # noqa: ARG001 - an E
 
 
 def _checked(params: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Checks the pairs; returns those that require gradients, with names without prefixes."""
+    """Checks the pairs; returns parameters that require gradients, with their bare names."""
     named = []
     for item in params if isinstance(params, Iterable) else (params,):
         if (
@@ -214,7 +214,7 @@ def bare_names(names: list[str]) -> list[str]:
 
 
 def _not_compiled(name: str) -> str:
-    """A name without what ``torch.compile(module)`` inserts."""
+    """A name without the prefix that ``torch.compile(module)`` inserts."""
     return name.replace("._orig_mod.", ".").removeprefix("_orig_mod.")
 
 
@@ -239,7 +239,7 @@ def common_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def check_exchangeable(parameters: Parameters, compression: Compression | None) -> None:
-    """Raises now the errors that an exchange would raise after a whole period."""
+    """Raises early the errors that an exchange would raise after a whole period."""
     from pycomm.compression import Compression
 
     entries = parameters.entries.values()
@@ -256,12 +256,13 @@ def check_exchangeable(parameters: Parameters, compression: Compression | None) 
 
 @dataclass(eq=False)
 class ParamRecord:
-    """What is known of one parameter. Nothing here may refer to it, or it would live for ever.
+    """What the package knows of one parameter.
 
-    Types of modules that import this one are not named.
+    Nothing here may refer to the parameter, or it would live forever. Types from modules that
+    import this module are written as Any.
 
     Attributes:
-        owner: the wrapper that averages its gradients: the one that was made last.
+        owner: the wrapper that averages its gradients: the last one made.
         hook: calls the owner when a gradient is ready.
         layout: a weak reference to the Layout (flat.py) that has given its gradient a place.
         home: its own Place (flat.py) in flat memory, if it was flattened.
@@ -269,7 +270,7 @@ class ParamRecord:
         states_place: the Place of its states, if it is one rank's part of a parameter.
         part: this rank's Part of it (shards.py), if a wrapper shards it.
         local_gradient: a Snapshot (step_guard.py) of a gradient that no exchange has averaged, and
-            why.
+            the reason.
     """
 
     owner: weakref.ref[ParamOwnership] | None = None
@@ -319,7 +320,7 @@ def part_of(parameter: torch.Tensor) -> Any:
 
 
 def complete_parts(parameters: Iterable[torch.Tensor]) -> None:
-    """Averages the gradients that a wrapper has left to a step, before another one replaces it."""
+    """Averages gradients that a wrapper has left to a step, before another wrapper replaces it."""
     for parameter in parameters:
         if (part := known_of(parameter).part) is not None:
             part.shards.guard.check()
@@ -332,15 +333,15 @@ def divisions() -> int:
 
 
 def count_division() -> None:
-    """Makes :func:`divisions` another number."""
+    """Changes the number of :func:`divisions`."""
     global _divisions
     _divisions += 1
 
 
-# The parameters that a wrapper averages, and checks that they are still its own.
+# The parameters that a wrapper averages, and a check that they are still its own.
 #
-# They are those that require gradients when it is made. One that is frozen later stays: its
-# gradient counts as zeros, as if the model did not use it.
+# A wrapper takes the parameters that require gradients when it is made. A parameter that is frozen
+# later stays: its gradient counts as zeros, as if the model did not use it.
 
 
 class ParamOwnership:
@@ -406,7 +407,7 @@ class ParamOwnership:
         self._module = module
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._registries = [d for m in module.modules() for d in (m._parameters, m._modules)]
-        self._held = list(self._parts())  # kept alive, so that their ids stay theirs
+        self._held = list(self._parts())  # kept alive, so that no other object gets an id
         self._ids = list(map(id, self._held))
 
     def _parts(self) -> Iterable[object]:
@@ -420,7 +421,7 @@ class ParamOwnership:
         if record.owner is not None and (owner := record.owner()) is not None:
             owner._lost = owner._lost or owner._names[id(parameter)]
         frozen = not parameter.requires_grad
-        parameter.requires_grad_()  # else torch takes no hook
+        parameter.requires_grad_()  # else torch refuses the hook
         hook = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         parameter.requires_grad_(not frozen)
         record.owner, record.hook = weakref.ref(self), hook

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pycomm._training.buckets import WeightedMean
     from pycomm._training.strategy import Strategy
 
-# Finds the tensors in a module's outputs, and searches autograd's graph.
+# Tensors in a module's outputs, and their paths in autograd's graph.
 
 # Types that refer to many objects, but to no outputs.
 _NO_OUTPUTS = (nn.Module, type, types.ModuleType, types.FunctionType)
@@ -81,7 +81,7 @@ class Reducer:
 
     Args:
         module: the module.
-        parameters: those of its parameters that are exchanged, in the order of backward.
+        parameters: the parameters that are exchanged, in the order of backward.
         strategy: exchanges buckets.
         bucket_bytes: the largest size of a bucket of several parameters.
         arrived: called with a parameter whose gradient is ready; calls :meth:`arrive`.
@@ -112,10 +112,10 @@ class Reducer:
         self._lay_out()
         strategy.prepare(self._buckets)
         self._ready: list[torch.Tensor] | None = []  # in the order of the first backward
-        self._repeated: set[int] = set()  # ids of parameters that come several times in a backward
-        self._had_backward = False  # a complete one, after which repeated parameters are known
+        self._repeated: set[int] = set()  # ids of parameters with several gradients in a backward
+        self._had_backward = False  # True once repeated parameters are known
         self.has_local = False
-        self._next = 0  # bucket to be exchanged
+        self._next = 0  # the next bucket to exchange
         # Parameters that only a step changes, with their versions when the backward began.
         embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
         renormed = {id(each.weight) for each in embeddings if each.max_norm is not None}
@@ -137,7 +137,7 @@ class Reducer:
         group = self._state.gradient_group
         if group is not None and self.handshake.is_broken(group):
             if not self.handshake.in_backward:
-                # What it has dropped since does not matter: it takes part as the others do.
+                # Gradients that this rank has dropped since do not matter.
                 noted = self.handshake.after_averages
                 if noted:
                     self.strategy.average_noted(self.parameters, self.weighing is not None)
@@ -153,7 +153,7 @@ class Reducer:
     def begin_backward(self, first: Node | None = None, forward: int | None = None) -> None:
         """Makes the running backward end with the exchange.
 
-        It entered the module at `first`, in the outputs of the forward with this number.
+        The backward entered the module at `first`, an output of the forward with this number.
         """
         if first is not None:
             self.handshake.enter(forward)
@@ -166,7 +166,7 @@ class Reducer:
         queue_callback(end)
 
     def reduce(self) -> None:
-        """Makes all gradients whole averages, also those of backwards without an exchange."""
+        """Makes all gradients whole averages, also after backwards without an exchange."""
         group = self._state.gradient_group
         self.catch_up()
         if group is not None and self.handshake.ask(group, announces=self.has_local):
@@ -178,7 +178,7 @@ class Reducer:
         self.average()
 
     def average(self) -> None:
-        """Averages what exchanges have left to the step, and makes divided gradients whole."""
+        """Averages gradients that are left to the step, and makes divided gradients whole."""
         self.strategy.average(self.parameters)
 
     def arrive(self, parameter: torch.Tensor) -> None:
@@ -190,7 +190,7 @@ class Reducer:
                 step_guard.note(parameter)
             return
         if phase is not Phase.BACKWARD:
-            # The sum of an earlier gradient and of this backward's counts as this backward's.
+            # The sum with an earlier gradient counts as this backward's gradient.
             self.strategy.forget_local(parameter)
             self.begin_backward()
         if self._ready is not None:
@@ -214,7 +214,7 @@ class Reducer:
         self.strategy.keep_local(parameter)
 
     def _complete_last(self) -> None:
-        """Averages what the last backward has left to a step, before this one adds to it."""
+        """Averages gradients that the last backward has left to a step, before others are added."""
         group, weighted = self._state.gradient_group, self.weighing is not None
         if group is not None and self.strategy.has_pending(self.parameters, weighted):
             self.handshake.announce(group, after_averages=True)
@@ -232,7 +232,7 @@ class Reducer:
             bucket.reset()
 
     def _start_full(self, last: bool = False) -> None:
-        """Starts full buckets, always in the same order; those with repeated gradients at last."""
+        """Starts full buckets in a fixed order; buckets with repeated gradients only at `last`."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             if bucket.waiting or not (last or self._repeated.isdisjoint(bucket.ids)):
@@ -255,7 +255,7 @@ class Reducer:
         """Ends a backward; it entered the module at `first` if it began in the outputs."""
         arrived = any(bucket.arrived for bucket in self._buckets)
         if not arrived and first is not None and leads_to(first, self._bucket_of):
-            self.strategy.resume(self.parameters)  # torch.autograd.grad for something else
+            self.strategy.resume(self.parameters)  # torch.autograd.grad of other tensors
             if creates_graph:  # it becomes part of a loss
                 self.handshake.withdraw()
                 self.handshake.leave_backward()
@@ -267,8 +267,8 @@ class Reducer:
     def _exchange_rest(self, raised: bool | None = False) -> None:
         """Sends the remaining buckets, with zeros for unused parameters, and waits.
 
-        `raised` is True if backward has raised, and None if there was none. If backward has raised
-        on any rank, gradients are dropped on all ranks, and the ranks that have not raised do so.
+        `raised` is True if backward has raised, and None if there was no backward. If backward has
+        raised on any rank, all ranks drop their gradients, and the other ranks raise an error.
         """
         unused = {id(parameter) for bucket in self._buckets for parameter in bucket.complete()}
         if self.weighing is not None and self.weighing.is_zero:

@@ -55,8 +55,8 @@ class Replicas(ABC):
         group: the ranks.
         tensors: this rank's tensors, which are copied.
         kinds: their kinds, the same on all ranks.
-        parameters: parameters of which a rank's steps write its part.
-        label: what else must be alike on all ranks.
+        parameters: kinds of the parameters; a rank's steps write its part of each.
+        label: further text that must be the same on all ranks.
 
     Attributes:
         reaches_all: True if every rank has the copies of all ranks.
@@ -84,7 +84,7 @@ class Replicas(ABC):
     ) -> None:
         self._group, self._rank, self.steps = group, group.rank, 0
         crc = zlib.crc32(repr((list(kinds), list(parameters), label)).encode())
-        if len(set(map(tuple, gather_rows([crc], group)))) > 1:  # as all ranks see
+        if len(set(map(tuple, gather_rows([crc], group)))) > 1:  # the same on all ranks
             raise RuntimeError("ranks have optimizer states of different kinds or parameters")
         with contextlib.ExitStack() as until_made:
             error = self._allocate(kinds, parameters, until_made)
@@ -107,12 +107,12 @@ class Replicas(ABC):
         """Allocates `tensors` and their copies; all ranks call this.
 
         Args:
-            kinds: of the tensors.
-            parameters: as for the class.
-            until_made: is left once all ranks have called this.
+            kinds: the tensors' kinds.
+            parameters: the parameters' kinds.
+            until_made: a context that ends once all ranks have called this.
 
         Returns:
-            What was raised if there is no memory.
+            The error if there is no memory.
         """
 
     @abstractmethod
@@ -142,7 +142,7 @@ class Replicas(ABC):
     @property
     @abstractmethod
     def ranks_in_step(self) -> list[int]:
-        """The ranks that have begun a step that does not count, as far as this one has copies."""
+        """The ranks in a step that does not count, of the ranks whose copies this rank has."""
 
     @abstractmethod
     def of(self, rank: int) -> list[torch.Tensor]:
@@ -154,11 +154,11 @@ class Replicas(ABC):
 
     @abstractmethod
     def keepers(self, rank: int) -> list[int]:
-        """The ranks that have a rank's tensors, itself first."""
+        """The ranks that have copies of a rank's tensors, that rank first."""
 
 
 def places_of(kinds: Sequence[StateKind], rank: int, first: int) -> list[int]:
-    """Where each tensor of a rank begins behind `first`, in whole cache lines, and their end."""
+    """Offsets of a rank's tensors, from `first` on in whole cache lines, and their end."""
     lines = (-(-kind.nbytes(rank) // _LINE) * _LINE for kind in kinds)
     return list(itertools.accumulate(lines, initial=first))
 
@@ -166,7 +166,7 @@ def places_of(kinds: Sequence[StateKind], rank: int, first: int) -> list[int]:
 def views_in(
     memory: torch.Tensor, kinds: Sequence[StateKind], rank: int, first: int
 ) -> list[torch.Tensor]:
-    """A rank's tensors in memory, at these places."""
+    """Views of a rank's tensors in memory, at the offsets of :func:`places_of`."""
     return [
         memory[begin : begin + kind.nbytes(rank)].view(kind.dtype)
         for begin, kind in zip(places_of(kinds, rank, first), kinds, strict=False)
@@ -175,13 +175,13 @@ def views_in(
 
 # Two copies of each rank's tensors, in memory that outlives the rank, on one node.
 #
-# The ranks of a node map a file of each of them. It has no name, and lasts as long as any rank maps
-# it: when a rank is lost, the others still read its tensors.
+# Every rank makes a file in memory, which all ranks of the node map. It has no name, and lasts as
+# long as any rank maps it: when a rank is lost, the others still read its tensors.
 #
 #     | number of the step that the rank has begun | tensors | tensors and parameters before it |
 #
 # Before a step, a rank makes the copies, and then writes the step's number. If a rank has begun a
-# step that does not count, its copy is whole. Otherwise its tensors are.
+# step that does not count, its copies are valid. Otherwise its tensors are.
 
 _FIRST = 64  # bytes before the tensors, for the number
 
@@ -213,7 +213,7 @@ class _Area:
     def make_private_in_children(self, file: int) -> None:
         """Makes the tensors private to forked children, as tensors in the window are.
 
-        This ends with the last tensor. An optimizer may keep them when it has other replicas.
+        This lasts as long as any of the tensors, which an optimizer may keep for some time.
         """
         begin, page = self._begun.data_ptr(), os.sysconf("SC_PAGE_SIZE")
         nbytes, file = -(-self._end // page) * page, os.dup(file)
@@ -302,7 +302,7 @@ def _make_file(nbytes: int, at_end: contextlib.ExitStack) -> int:
 
 
 def _failure(rank: int, number: int) -> Exception:
-    """The error of a rank that could not make its file, by its number."""
+    """The error of a rank that could not make its file, by its errno."""
     what = f"rank {rank} cannot make a file for replicas of its states"
     if number in (errno.ENOMEM, errno.ENOSPC):
         return MemoryError(f"{what}: it lacks memory")
@@ -335,7 +335,7 @@ def _open_file(pid: int, number: int, inode: int, at_end: contextlib.ExitStack) 
 #
 # No operation between nodes sends to one rank only. So an all-gather sends the tensors piece by
 # piece, and a rank keeps its ward's. With 2 nodes this moves no more than needed: each node
-# receives the tensors of the other one. With m nodes, each receives those of all m - 1 others.
+# receives the tensors of the other node. With m nodes, each receives those of m - 1 nodes.
 
 _PIECES_BYTES = 8 << 20  # of all ranks together
 _SMALLEST_PIECE = 64 << 10  # bytes
@@ -370,7 +370,7 @@ class InternodeReplicas(Replicas):
         self._now, self._before, *wards = memory[: ends[0]].view(4, length)
         self.tensors = views_in(self._now, kinds, self._rank, 0)
         self._former = views_in(self._before, kinds, self._rank, 0)
-        # The last ones that count, and the next ones: their bytes, and they.
+        # The ward's last tensors that count, and its next ones, each as bytes and as views.
         self._wards = [(each, views_in(each, kinds, self._ward, 0)) for each in wards]
         self._parameters = {
             rank: views_in(memory, parameters, rank, begin)
@@ -436,10 +436,10 @@ class InternodeReplicas(Replicas):
 
 
 def buddies(nodes: Sequence[Sequence[int]]) -> list[int]:
-    """The buddy of each rank; each is the buddy of one other.
+    """The buddy of each rank; every rank is the buddy of one rank.
 
-    It is on another node, but if a node has more than half of all ranks, some of these have theirs
-    on the same one.
+    A buddy is on another node. If a node has more than half of all ranks, some of its ranks have
+    their buddy on the same node.
     """
     ranks = [rank for node in nodes for rank in node]
     ahead = max(map(len, nodes))

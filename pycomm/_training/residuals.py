@@ -22,7 +22,7 @@ FORMAT = 2
 class Residuals:
     """One fp32 tensor per kind ("residual", with momentum also "velocity"), for all parameters.
 
-    A parameter's part of it does not depend on buckets, so nothing moves when they change.
+    A parameter's part does not depend on buckets, so nothing moves when buckets change.
 
     Args:
         entries: the parameters that are compressed.
@@ -94,7 +94,7 @@ class Residuals:
         return entry.view(self.of(entry, kind))
 
     def views(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The residuals of the named parameters, in their shapes, without those that have none."""
+        """Residuals of the named parameters, where they exist, in the parameters' shapes."""
         return {name: self.find(name) for name in names if name in self._entries}
 
     def reorder(self, entry: Entry, strides: tuple[int, ...]) -> None:
@@ -144,7 +144,7 @@ class Residuals:
             flat.copy_(before) if before.numel() else flat.zero_()
 
     def keep_before(self) -> bool:
-        """Keeps the values from before each exchange from now on; False if it does so already."""
+        """From now on keeps the values from before each exchange; False if it already does."""
         begins = [kind for kind, before in self._before.items() if not before.numel()]
         for kind in begins:
             self._before[kind] = torch.zeros_like(self._flat[kind])
@@ -164,7 +164,7 @@ class Residuals:
         return {kind: self._split(flat) for kind, flat in self._flat.items()}
 
     def gather(self, group: Group) -> list[dict[str, dict[str, torch.Tensor]]]:
-        """Every rank's :meth:`dump`, on rank 0; elsewhere nothing. A collective call."""
+        """Every rank's :meth:`dump` on rank 0, and an empty list elsewhere. A collective call."""
         everyone: list[dict[str, dict[str, torch.Tensor]]] = []
         for rank in range(group.size):
             dumped = {}
@@ -177,7 +177,7 @@ class Residuals:
         return everyone if group.rank == 0 else []
 
     def load(self, dumps: Sequence[dict[str, Any]]) -> None:
-        """Loads the mean of some dumps, added in their order; a single one bit for bit."""
+        """Loads the mean of dumps, added in their order. A single dump is loaded bit for bit."""
         for dump in dumps:
             self._check(dump)
         for kind in self._flat:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from pycomm.compression import Compression
     from pycomm.group import Group
 
-# Averages buckets of gradients in equal blocks, of which every rank gets its own.
+# Averages buckets of gradients. A bucket has equal blocks, and every rank gets its own block.
 #
-# With a compression, all ranks send what they contribute encoded, and residuals keep what that
-# loses. Parameters that are sent uncompressed go through one all-reduce, as they are few and small.
+# With a compression, all ranks send encoded contributions, and residuals keep the encoding's error.
+# Parameters that are sent uncompressed go through one all-reduce, as they are few and small.
 
 
 class Blocks(NamedTuple):
@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
         gradients: flat, padding included.
         own: this rank's block of them.
         begins: where each parameter's gradient begins, by the parameter's id.
-        first: the place of the first element among those of all buckets.
+        first: the offset of the first element in all buckets together.
     """
 
     gradients: torch.Tensor
@@ -105,7 +105,7 @@ class BucketReduceScatter:
         self._encode(bucket)
 
     def finish(self) -> int:
-        """Waits until all that was started are averages.
+        """Waits until all buckets that were started are averaged.
 
         Returns:
             The bytes of the buckets as they were sent.
@@ -164,11 +164,10 @@ def _split(flat: torch.Tensor, members: Sequence[torch.Tensor]) -> None:
 
 # Sends new parameters from their owners to ranks on other nodes.
 #
-# With a compression, owners send the difference between a parameter's exact values and those that
-# all ranks see. All ranks add the decoded difference to what they see, so they see the same bits.
-# The owner keeps what this leaves of the difference in `error`, which is part of the next
-# difference (Li et al. 2024, "SDP4Bit: toward 4-bit communication quantization in sharded data
-# parallelism").
+# With a compression, the parameters that all ranks see are not exact. The owner sends the
+# difference from its exact values. All ranks add the decoded difference, so they see the same bits.
+# The owner keeps the encoding's error in `errors`, and the next difference includes it (Li et al.
+# 2024, "SDP4Bit: toward 4-bit communication quantization in sharded data parallelism").
 
 
 class Spread(NamedTuple):
@@ -202,8 +201,8 @@ class ParamAllGather:
         spreads: the buckets.
 
     Attributes:
-        errors: for each bucket, exact parameters minus those that all ranks see, of this rank's
-            block; empty without a compression.
+        errors: for this rank's block of each bucket, exact parameters minus the parameters that all
+            ranks see; empty without a compression.
     """
 
     def __init__(
@@ -213,12 +212,12 @@ class ParamAllGather:
         self.errors: list[torch.Tensor] = []
         if compression is not None:
             self.errors = [host.zeros(len(s.own), dtype=torch.float32) for s in spreads]
-        self._versions: dict[int, int] = {}  # of parameters, when errors were last updated
-        # In a step, what all ranks see of this rank's blocks that it changes, by number.
+        self._versions: dict[int, int] = {}  # parameter versions when `errors` was last updated
+        # In a step: the values that all ranks see of this rank's changed blocks, by bucket.
         self._seen: dict[int, torch.Tensor | None] = {}
 
     def forget_written(self) -> None:
-        """Drops the errors of parameters that others than steps have written."""
+        """Zeroes the errors of parameters that were written outside of a step."""
         for spread, error in zip(self._spreads, self.errors, strict=False):
             for parameter, begin, end in _alive(spread):
                 if self._versions.get(id(parameter)) != parameter._version:
@@ -226,7 +225,7 @@ class ParamAllGather:
                     self._versions[id(parameter)] = parameter._version
 
     def begin(self, stepped: Iterable[torch.Tensor]) -> None:
-        """Gives this rank's blocks their exact values, for an update of some parameters."""
+        """Gives this rank's blocks their exact values before a step updates some parameters."""
         ids = set(map(id, stepped))
         self._seen = {}
         for number, spread in enumerate(self._spreads):
@@ -234,7 +233,7 @@ class ParamAllGather:
                 self._seen[number] = self._make_exact(number)
 
     def _make_exact(self, number: int) -> torch.Tensor | None:
-        """Returns what all ranks see of this rank's block, if it differs from the exact values."""
+        """Returns the values that all ranks see of this rank's block, if they are not exact."""
         if not self.errors:
             return None
         spread, error = self._spreads[number], self.errors[number]
@@ -252,7 +251,7 @@ class ParamAllGather:
             for flight in flights:
                 self._land(flight)
         except BaseException:
-            for flight in flights:  # a late one must not write to parameters that are loaded
+            for flight in flights:  # a late one must not overwrite loaded parameters
                 with contextlib.suppress(PycommError):
                     flight.work.wait()
             raise

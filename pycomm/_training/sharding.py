@@ -53,9 +53,9 @@ class Sharding:
 
     Args:
         stage: ``"optimizer"`` or ``"gradients"``; see `shard` of :class:`pycomm.DataParallel`.
-        group: the ranks that divide the states; by default the wrapper's. With the ranks of this
-            node, each node divides them anew, and only gradients are sent between nodes.
-        replicas: 2 keeps two copies of the optimizer's states, so that training goes on when ranks
+        group: the ranks that divide the states; by default the wrapper's group. With the ranks of
+            this node, each node divides all states, and only gradients are sent between nodes.
+        replicas: 2 keeps two copies of the optimizer's states, so that training continues if ranks
             are lost: a step then counts on all ranks or on none, and
             :meth:`pycomm.DataParallel.regroup` restores all states. Between nodes, every step sends
             a rank's states to another node, so that a whole node may be lost; that needs processes.
@@ -107,13 +107,13 @@ def check_sharding(
 
     Args:
         module: the module.
-        exchanged: those of its parameters that the wrapper exchanges.
+        exchanged: the parameters that the wrapper exchanges.
         state: the wrapper's state.
-        group: its group, or the other one.
-        sharding: what it divides.
+        group: the wrapper's group, or the other group.
+        sharding: what the wrapper divides.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the wrapper cannot shard.
     """
     if state.averages_parameters:
         raise ValueError("shard must be None with local SGD, whose ranks step on their own")
@@ -150,10 +150,10 @@ def _check_replicas(module: nn.Module, group: Group, sharding: Sharding) -> None
 def _check_device(parameters: Sequence[torch.Tensor], group: Group) -> None:
     """Checks that a sharded step can run where the parameters lie.
 
-    Connects the group's CUDA side, if they lie on CUDA.
+    Connects the group's CUDA side if they lie on CUDA.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the step cannot run there.
     """
     devices = dict.fromkeys(parameter.device for parameter in parameters)
     if len(devices) > 1 or not all(device.type in ("cpu", "cuda") for device in devices):
@@ -282,10 +282,10 @@ class ShardOptimizer(Strategy):
             self.state.count_step(sum(b.flat.nbytes for b in buckets), wire, waited)
 
     def _finish_own(self, buckets: Sequence[Bucket]) -> tuple[int, int]:
-        """Waits for averages that the state does not make.
+        """Waits for averages that do not go through the state.
 
         Returns:
-            The bytes of gradients that were sent, and of earlier averages that all ranks have got.
+            The bytes of gradients that were sent, and of earlier averages that were gathered.
         """
         if self._scatter is not None:
             return self._scatter.finish(), 0
@@ -293,7 +293,7 @@ class ShardOptimizer(Strategy):
 
     @property
     def _leaves_parts(self) -> bool:
-        """True if this rank has no more than its part of the averages after a backward."""
+        """True if this rank has only its part of the averages, or none, after a backward."""
         return self.shards.leaves_local
 
     def keep(
@@ -401,7 +401,7 @@ class ShardGradients(ShardOptimizer):
         self._own.resume(parameters)
 
     def has_pending(self, parameters: Iterable[torch.Tensor], weighted: bool) -> bool:
-        """See :meth:`Strategy.has_pending`: parts are added to, but weights scale gradients."""
+        """See :meth:`Strategy.has_pending`: weights would scale the earlier averages, too."""
         return weighted and super().has_pending(parameters, weighted)
 
     def average_noted(self, parameters: Iterable[torch.Tensor], weighted: bool) -> None:

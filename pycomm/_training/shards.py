@@ -1,9 +1,10 @@
 """Shards: which rank holds the optimizer states of which elements of a model.
 
-Parameters lie in one allocation in the window, the arena, with the same layout on all ranks; on one
-node so do gradients that a step averages itself. Each bucket is divided into equal blocks, one per
-rank. Every parameter begins at a multiple of 1,024 elements, and every bucket has a multiple of
-1,024 elements per rank, so that blocks of 8-bit states, sums of norms and cache lines stay whole.
+Parameters lie in one allocation in the window, the arena, with the same layout on all ranks. On one
+node, gradients that a step averages itself lie there, too. Each bucket is divided into equal
+blocks, one per rank. Every parameter begins at a multiple of 1,024 elements, and every bucket has a
+multiple of 1,024 elements per rank, so that blocks of 8-bit states, sums of norms and cache lines
+stay whole.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from pycomm.compression import Compression
     from pycomm.group import Group
 
-# Where parameters are divided among ranks.
+# The division of parameters among ranks.
 
 UNIT: int = _C.sum_block  # elements between possible cuts
 
@@ -70,13 +71,13 @@ class OwnGradients(Protocol):
         """True if the parameter's gradient is one that :meth:`gather` has made whole."""
 
     def forget_dropped(self, parameter: torch.Tensor) -> None:
-        """Forgets a gradient that the user has dropped, as another one has come."""
+        """Forgets a gradient that the user has dropped, since a new one has come."""
 
     def own(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This part, flat."""
+        """This rank's part of the parameter's gradient, flat."""
 
     def gather(self, parameters: Iterable[torch.Tensor], noted: bool = False) -> None:
-        """Makes gradients whole of which this rank has only its part."""
+        """Makes divided gradients whole; all ranks must call this."""
 
 
 class Part(NamedTuple):
@@ -84,12 +85,12 @@ class Part(NamedTuple):
 
     Attributes:
         shards: the shards that they belong to.
-        group: the ranks that have the others.
+        group: the ranks that have the other elements.
         ranges: the elements of every rank that has any.
         first: the first element.
         own: a flat view of the elements in the parameter; empty if there are none.
-        in_pieces: True if ranks may have several ranges: until the next step, those of lost ranks,
-            too. Then `own` is a copy, and `first` is 0.
+        in_pieces: True if a rank may have several ranges: it keeps lost ranks' ranges until the
+            next step. Then `own` is a copy, and `first` is 0.
     """
 
     shards: Shards
@@ -102,7 +103,7 @@ class Part(NamedTuple):
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same elements of a dense tensor with the parameter's shape and strides.
 
-        It is a view, unless they are in pieces.
+        The result is a view, unless the elements are in pieces.
         """
         if self.in_pieces:
             flat = tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -139,9 +140,9 @@ class Part(NamedTuple):
         """The same elements in another group, which has this division's ranks.
 
         Args:
-            parameter: the parameter, whose memory may be another one in that group.
+            parameter: the parameter; its memory may have changed.
             group: the other group.
-            owners: its ranks, by their numbers in the present one.
+            owners: ranks of the other group, by their ranks in the present group.
         """
         ranges = [OwnedRange(owners[rank], begin, end) for rank, begin, end in self.ranges]
         return Part.held(self.shards, group, ranges, parameter)
@@ -155,7 +156,7 @@ class Part(NamedTuple):
         Args:
             shards: the shards that they belong to.
             group: the ranks.
-            ranges: the elements of each; some may have several ranges.
+            ranges: the elements of each rank; a rank may have several ranges.
             parameter: the parameter.
         """
         flat = parameter.detach().as_strided((parameter.numel(),), (1,))
@@ -178,7 +179,7 @@ class Part(NamedTuple):
             own: this rank's elements, in the order of its ranges, or one value for every `unit`.
             like: the parameter; for other units, a flat tensor of the result's size.
             unit: a divisor of 1,024.
-            to: the only rank that gets them; None for all. Others get an empty tensor.
+            to: the only rank that gets the elements; None for all. Others get an empty tensor.
         """
         group = self.group
         if to is not None and len(group.nodes) > 1:  # messages do not leave a node
@@ -216,7 +217,7 @@ class Shards:
     Moves the parameters into the arena.
 
     Args:
-        parameters: the parameters, each once, in the order in which they shall lie.
+        parameters: the parameters, each once, in their order in memory.
         group: the ranks that divide them.
         gradients: allocates memory for gradients; None puts them into the arena, where a step can
             average them itself: on one node only.
@@ -228,16 +229,16 @@ class Shards:
     Attributes:
         group: the ranks that divide the parameters.
         averages: True if a step averages gradients.
-        leaves_local: True if backward leaves at least other ranks' parts of gradients as they are.
+        leaves_local: True if backward leaves gradients local: all of them, or other ranks' parts.
         layout: the places of parameters and gradients.
         arena: the arena, as bytes.
-        sums: the beginning of the exchanged sums in the arena.
-        local: gradients that are still each rank's own, by the parameter's id.
+        sums: the exchanged sums, in the arena.
+        local: snapshots of gradients that are still local, by the parameter's id.
         own_gradients: divided gradients; None if gradients are not divided.
         blocks: the gradients of each bucket, by the id of its first parameter.
         all_gather: sends new parameters to other nodes; None on one node.
-        replicates: see above.
-        exchange_group: the ranks that exchange gradients; those of `group` and perhaps more.
+        replicates: True if optimizers keep replicas of their states.
+        exchange_group: the ranks that exchange gradients: `group`, and perhaps more ranks.
         guard: watches the parameters between steps.
     """
 
@@ -329,19 +330,19 @@ class Shards:
             describe_states(flat, place)
             record_of(parameter).part = Part(self, self.group, ranges, own.begin, flat)
         if len(self.group.nodes) > 1:
-            spreads.reverse()  # forward uses those first whose gradients come last
+            spreads.reverse()  # parameters whose gradients come last are used first
             self.all_gather = ParamAllGather(self.group, self._publish, spreads)
         count_division()
 
     def _blocks(self, bucket: Sequence[torch.Tensor], first: int) -> Blocks:
-        """A bucket's gradients; `first` is their place among those of all buckets."""
+        """A bucket's gradients; `first` is their offset in all buckets together."""
         begin, end = self.extent(bucket)
         gradients = self.layout[bucket[0]].piece.gradients[begin:end]
         begins = {id(p): self.layout[p].offset - begin for p in bucket}
         return Blocks(gradients, self._own(gradients), begins, first)
 
     def _spread(self, bucket: Sequence[torch.Tensor], cuts: list[tuple[OwnedRange, ...]]) -> Spread:
-        """A bucket's parameters, cut in this way."""
+        """A bucket's parameters, with this rank's ranges of `cuts`."""
         memory, (begin, end) = self.layout[bucket[0]].piece.parameters, self.extent(bucket)
         assert memory is not None
         own, ranges = self._own(memory[begin:end]), []
@@ -364,7 +365,7 @@ class Shards:
         return [p for p in parameters if p.data_ptr() != self._addresses[id(p)]]
 
     def wire_bytes(self, nbytes: int) -> int:
-        """Bytes that a rank reads or receives for gradients, `nbytes` as sent, and parameters."""
+        """Bytes that a rank reads or receives: for gradients of `nbytes`, and for parameters."""
         if self.all_gather is None:
             return dense_wire_bytes(nbytes, self.group)
         for bucket in self.blocks.values():
@@ -385,14 +386,14 @@ class Shards:
     # Gradients.
 
     def note_backward(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Records that the gradients of a backward are still each rank's own."""
+        """Records that the gradients of a backward are still local."""
         self.local = {id(p): Snapshot.of(p.grad) for p in parameters if p.grad is not None}
 
     def is_local(self, parameter: torch.Tensor) -> bool:
-        """True if the parameter's gradient is, except for this rank's part, its own.
+        """True if the parameter's gradient is still local, except perhaps for this rank's part.
 
         Raises:
-            RuntimeError: it has been changed since its backward.
+            RuntimeError: the gradient has been changed since its backward.
         """
         local, gradient = self.local, parameter.grad
         noted = local.get(id(parameter))
@@ -410,7 +411,7 @@ class Shards:
         return False
 
     def is_assigned(self, parameter: torch.Tensor) -> bool:
-        """True if the program has assigned the gradient, so that perhaps nobody has averaged it."""
+        """True if the program has assigned the gradient, which may not be an average."""
         gradient = parameter.grad
         if gradient is None or gradient.numel() == 0:
             return False
@@ -422,16 +423,16 @@ class Shards:
         return not self.layout[parameter].holds_gradient(gradient)
 
     def forget_local(self, parameter: torch.Tensor) -> None:
-        """Forgets the last backward's gradient, as one has come before it could be averaged.
+        """Forgets the last backward's gradient, since a new one came before it was averaged.
 
-        That one is this rank's own, too, as is the sum of both.
+        The new gradient is local, too, and so is their sum.
         """
         self.local.pop(id(parameter), None)
         if self.own_gradients is not None:
             self.own_gradients.forget_dropped(parameter)
 
     def forget_dropped(self, parameter: torch.Tensor) -> None:
-        """Forgets a gradient that the user has dropped, as another one has come."""
+        """Forgets a gradient that the user has dropped, since a new one has come."""
         noted = self.local.get(id(parameter))
         if noted is not None and noted.gradient() is not parameter.grad:
             del self.local[id(parameter)]
@@ -439,18 +440,18 @@ class Shards:
             self.own_gradients.forget_dropped(parameter)
 
     def has_pending(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """True if a gradient is still each rank's own, or divided."""
+        """True if any gradient is still local, or divided."""
         return any(self.is_local(p) or known_of(p).part.is_divided(p) for p in parameters)
 
     def average(self, parameters: Iterable[torch.Tensor], noted: bool = False) -> None:
-        """Averages gradients that are still each rank's own, and makes divided ones whole.
+        """Averages gradients that are still local, and makes divided ones whole.
 
         All ranks must call this.
 
         Args:
             parameters: the parameters.
-            noted: True counts gradients as they were after the last backward, whatever has become
-                of them: for a rank whose backward has raised, and whose result is dropped.
+            noted: True takes gradients as the last backward left them, whatever the program has
+                done since: for a rank whose backward has raised, and whose result is dropped.
         """
         parameters = list(parameters)
         if self.own_gradients is not None:
@@ -462,7 +463,7 @@ class Shards:
         self.guard.note_step(parameters)
 
     def _average_local(self, local: Sequence[torch.Tensor]) -> None:
-        """Makes gradients averages of which each rank has its own, or averages of its part."""
+        """Averages local gradients, or gathers their averages from the owners of blocks."""
         if not self.averages:
             self._gather_blocks(local)
             return

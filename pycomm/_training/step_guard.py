@@ -1,4 +1,4 @@
-"""Guards a step: gradients that no exchange has averaged, and parameters that differ."""
+"""Guards steps against gradients that no exchange has averaged, and parameters that differ."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 # Gradients of backwards that no forward of a wrapper has announced.
 #
 # ``wrapper.module(x).sum().backward()`` adds to this rank's gradients only, as in
-# DistributedDataParallel. A program that wants to look at gradients does so, and zeroes them. The
-# next exchange averages what is left. A step before that would give each rank other parameters, so
-# it raises an error.
+# DistributedDataParallel. A program may look at these gradients and zero them. Otherwise the next
+# exchange averages them. A step before that would give each rank other parameters, so it raises an
+# error.
 #
-# Where ranks divide the optimizer's states, the same goes for backwards inside of no_sync(): each
+# If ranks divide the optimizer's states, the same is true of backwards inside of no_sync(): each
 # rank would update its share with its own gradients.
 
 
 class Snapshot(NamedTuple):
-    """A gradient with its count of writes and its address."""
+    """A gradient with its version and its address."""
 
     gradient: TensorWeakRef
     version: int
@@ -39,11 +39,11 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Snapshot:
-        """Takes one."""
+        """Takes a snapshot of a gradient."""
         return cls(TensorWeakRef(gradient), gradient._version, gradient.data_ptr())
 
     def is_still(self, gradient: torch.Tensor | None) -> bool:
-        """True if it is this gradient, and torch has not written to it or moved it since."""
+        """True if it is the same tensor, and torch has not written to it or moved it since."""
         return (
             gradient is not None
             and self.gradient() is gradient
@@ -52,7 +52,7 @@ class Snapshot(NamedTuple):
         )
 
     def counts(self, gradient: torch.Tensor | None) -> bool:
-        """True unless it has been replaced or zeroed; clipping, for example, leaves it."""
+        """True unless the gradient has been replaced or zeroed; a clipped one still counts."""
         if gradient is None or self.gradient() is not gradient:
             return False
         return self.is_still(gradient) or bool(gradient.any())
@@ -69,13 +69,13 @@ _NOT_SENT = (
     "reduce_gradients() of the wrapper, or zero the gradients"
 )
 
-_noted: weakref.WeakSet[ParamRecord] = weakref.WeakSet()  # with such a gradient
+_noted: weakref.WeakSet[ParamRecord] = weakref.WeakSet()  # with a local gradient
 _lock = threading.Lock()  # as ranks may be threads
-_watch: RemovableHandle | None = None  # of optimizers, while there are any
+_watch: RemovableHandle | None = None  # runs check() before steps, while there are any
 
 
 def note(parameter: torch.Tensor, inside_no_sync: bool = False) -> None:
-    """Records that the parameter's gradient is not the ranks' average any more."""
+    """Records that the parameter's gradient is no longer the ranks' average."""
     global _watch
     if parameter.grad is None:  # another hook has dropped it
         return
@@ -115,7 +115,7 @@ def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 )
 
 
-# Finds parameters that are not those of one step on all ranks.
+# Finds parameters that differ between ranks because not all have taken the same step.
 
 
 class StepGuard:
@@ -123,14 +123,14 @@ class StepGuard:
 
     Args:
         parameters: the parameters.
-        group: the ranks that must have the same ones.
+        group: the ranks that must have equal parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], group: Group) -> None:
         self._parameters = list(map(TensorWeakRef, parameters))
         self._group = group
         self._half_new: list[tuple[TensorWeakRef, int]] = []  # with versions
-        # Versions of parameters since a backward whose gradients this rank does not have as wholes.
+        # Versions of parameters after a backward whose gradients are not whole on this rank.
         self._awaiting: dict[int, int] = {}
         self._enqueued: torch.cuda.Event | None = None  # after a step that may not have run yet
 
@@ -144,7 +144,7 @@ class StepGuard:
         self._half_new = [(ref, parameter._version) for ref, parameter in alive]
 
     def step_undone(self) -> None:
-        """Records that all parameters are those before the failed step."""
+        """Records that all parameters have their values from before the failed step."""
         self._half_new = []
 
     def check(self) -> None:
@@ -186,12 +186,12 @@ class StepGuard:
         self._awaiting = {id(p): p._version for p in parameters if p.grad is not None}
 
     def note_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Records such a step, or that gradients have become averages."""
+        """Records a step of these parameters, or that their gradients have become averages."""
         for parameter in parameters:
             self._awaiting.pop(id(parameter), None)
 
     def sees_change(self) -> bool:
-        """True if something else has changed parameters of this rank."""
+        """True if anything but a step has changed parameters of this rank."""
         alive = [parameter for ref in self._parameters if (parameter := ref()) is not None]
         return any(self._awaiting.get(id(p), p._version) != p._version for p in alive)
 
@@ -203,7 +203,7 @@ class StepGuard:
             takes_nan: False refuses parameters with a NaN, too.
 
         Raises:
-            RuntimeError: they differ; on all ranks.
+            RuntimeError: the parameters differ; on all ranks.
         """
         has_nan = not takes_nan and any(bool(buffer.isnan().any()) for buffer in buffers)
         if differ(buffers, self._group) or has_nan:

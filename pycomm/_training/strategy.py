@@ -2,8 +2,8 @@
 
 The reducer (reducer.py) watches backwards, and hands over buckets that are full. A strategy sends
 them, and gives parameters their gradients at the end of backward. The one here averages gradients
-on all ranks through the wrapper's state; if that exchanges parameters instead of gradients, it
-leaves them alone. The strategies that divide optimizer states or gradients among the ranks are in
+on all ranks through the wrapper's state. If the state exchanges parameters instead, gradients stay
+as they are. The strategies that divide optimizer states or gradients among the ranks are in
 sharding.py.
 """
 
@@ -41,7 +41,7 @@ class Strategy:
         self._take_over(parameters)
 
     def _take_over(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Gives the gradients places, and ends what another wrapper has done with them."""
+        """Gives the gradients places, and ends their sharding by another wrapper."""
         complete_parts(parameters)
         sharded = [p for p in parameters if known_of(p).part is not None]
         for parameter in sharded:
@@ -83,7 +83,7 @@ class Strategy:
         unused: Set[int],
         bucket_of: dict[int, Bucket],
     ) -> None:
-        """Gives parameters the averages as their gradients, except for those that no rank uses."""
+        """Makes the averages the gradients, except of parameters that no rank uses."""
         for parameter in parameters:
             if id(parameter) in unused:
                 parameter.grad = None  # a rank without weight may have used it
@@ -103,10 +103,10 @@ class Strategy:
         """Makes all gradients whole averages; all ranks must call this."""
 
     def average_noted(self, parameters: Iterable[torch.Tensor], weighted: bool) -> None:
-        """Takes part where others complete averages, on a rank whose backward has raised."""
+        """Joins the others' :meth:`average` on a rank whose backward has raised."""
 
     def forget_local(self, parameter: torch.Tensor) -> None:
-        """Forgets the last backward's gradient, as one has come before it was averaged."""
+        """Forgets the last backward's gradient, since a new one came before it was averaged."""
 
     def keep_local(self, parameter: torch.Tensor) -> None:
         """Handles a gradient of a backward without an exchange."""
@@ -117,7 +117,7 @@ class Strategy:
         """Raises RuntimeError if a failed step may have changed only some of the parameters."""
 
     def sees_change(self) -> bool:
-        """True if something else than a step has changed parameters of this rank."""
+        """True if anything but a step has changed parameters of this rank."""
         return False
 
     def compare(self) -> None:

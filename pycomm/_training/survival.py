@@ -24,12 +24,12 @@ _ALIGN = 8  # bytes
 
 
 class ShardSurvival:
-    """What sharded optimizers of a wrapper do when it goes on with another group.
+    """Moves a wrapper's sharded optimizer states to another group.
 
-    It is made before the wrapper's state knows the group.
+    Make it before the wrapper's state knows the group.
 
     Args:
-        state: the state.
+        state: the wrapper's state.
         parameters: the wrapper's parameters, if they are sharded; none on a newcomer.
         group: the other group.
         replicates: True if the states have replicas.
@@ -47,13 +47,13 @@ class ShardSurvival:
         self._optimizers = optimizers_of(parameters)
         parts = (part for p in parameters if (part := part_of(p)) is not None)
         self._guards: set[StepGuard] = {part.shards.guard for part in parts}
-        # For each optimizer, who owns its parts. agree() finds that out, and what to restore.
+        # agree() finds out the owners of each optimizer's parts, and what to restore.
         self._owners: list[dict[int, int]] = []
         self._to_restore: list[tuple[torch.Tensor, list[OwnedRange]]] = []
         self._restored_bytes = 0
         self._has_replicas = False
-        # The means of a step that has not counted come later. If another optimizer's step may have
-        # counted, that would apply some of them twice, so they are dropped.
+        # A later step applies the means of a step that has not counted. If another optimizer's step
+        # may have counted, this would apply some means twice, so they are dropped.
         undone = [one.in_step for one in self._optimizers]
         if undone and all(undone):
             state.note_failure()
@@ -104,7 +104,7 @@ class ShardSurvival:
             self._complain(lost, gone)
 
     def _complain(self, lost: Sequence[int], gone: Sequence[int]) -> None:
-        """Raises the error for ranks that are lost, and `gone` for both copies of their parts."""
+        """Raises the error for lost ranks; `gone` are the ranks whose copies are lost, too."""
         who = f"ranks {lost}" if lost else "ranks of the others"
         message = f"{who} are lost with their parts of the optimizer's states"
         if self._has_replicas:
@@ -132,7 +132,7 @@ class ShardSurvival:
             guard.step_undone()
 
     def _restore(self) -> None:
-        """Gives all ranks the parameters before a step from those that have copies of them.
+        """Sends all ranks the parameters before a step, from the ranks that have copies.
 
         Each element comes from one rank, and the others give zeros, so the maximum is its bits.
         """
@@ -162,5 +162,5 @@ class ShardSurvival:
 
 
 def _room(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor, so that another one of any type can follow."""
+    """The bytes of a tensor, padded so that a tensor of any type can follow."""
     return -(-tensor.nbytes // _ALIGN) * _ALIGN

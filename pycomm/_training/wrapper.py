@@ -1,4 +1,4 @@
-"""A module around another one, which has the other's names and checkpoints.
+"""A module around another module, with the other's names and checkpoints.
 
 The wrapper shares the dictionaries that hold the module's parameters, buffers and children. So
 ``named_modules``, ``get_parameter``, ``torch.func.functional_call`` or ``torch.export`` find the
@@ -33,26 +33,26 @@ def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[
 
 
 def drop_prefix(state_dict: dict[str, Any], path: str, module: nn.Module) -> None:
-    """Drops DDP's prefix from the names of a module that is part of another, after its path."""
+    """Drops DDP's prefix after `path`, from the names of a module inside another module."""
     keys = [key for key in state_dict if key.startswith(path)]
     own = {key.removeprefix(path): state_dict.pop(key) for key in keys}
     for key, value in without_prefix(own, module).items():
         state_dict[path + key] = value
 
 
-# The module around another one.
+# The module around another module.
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 class ModuleProxy(nn.Module):
-    """A module around another one.
+    """A module around another module.
 
     Args:
-        module: the other module.
+        module: the wrapped module.
 
     Attributes:
-        module: the same.
+        module: the wrapped module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -68,7 +68,7 @@ class ModuleProxy(nn.Module):
             super().__setattr__(name, value)
 
     def _follow_module(self) -> None:
-        """Shares anew what the module has replaced, as nn.Sequential does when it loses a child."""
+        """Shares dictionaries that the module has replaced, as nn.Sequential does in ``del``."""
         if any(vars(self)[each] is not getattr(self.module, each) for each in _SHARED):
             self.module = self.module
 
@@ -79,7 +79,7 @@ class ModuleProxy(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "module" in vars(self):  # not yet, where nn.Module sets it
+        if "module" in vars(self):  # nn.Module sets the mode first
             self.module.training = mode
 
     def train(self, mode: bool = True) -> ModuleProxy:
@@ -122,7 +122,7 @@ class ModuleProxy(nn.Module):
         return self.module.load_state_dict(own, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Loads what is not a child's, where a module that has the wrapper loads all its parts."""
+        """Loads the module's own tensors, when a module around the wrapper loads all its parts."""
         self._follow_module()
         drop_prefix(state_dict, prefix, self.module)
         self.module._load_from_state_dict(state_dict, prefix, *args)
@@ -146,6 +146,6 @@ class ModuleProxy(nn.Module):
 
 
 def _call_post_hooks(wrapper: ModuleProxy, incompatible_keys: Any) -> None:
-    """Calls the module's own hooks, where a module that has the wrapper loads all its parts."""
+    """Calls the module's own hooks, when a module around the wrapper loads all its parts."""
     for hook in wrapper.module._load_state_dict_post_hooks.values():
         hook(wrapper.module, incompatible_keys)

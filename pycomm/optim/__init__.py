@@ -1,4 +1,4 @@
-"""Fused optimizers: torch.optim's rules, with each step as one pass over few bytes.
+"""Fused optimizers: torch.optim's rules, with each step as one pass over as few bytes as possible.
 
 .. code-block:: python
 
@@ -9,7 +9,7 @@
 
 from pycomm._lazy import lazy_names
 
-# Where names are defined; __init__.pyi tells type checkers the same.
+# The modules that define the names; __init__.pyi has them for type checkers.
 _HOMES = {
     "pycomm.optim._options": ("Options",),
     "pycomm.optim.adam": ("FusedAdam", "FusedAdamW"),

@@ -1,4 +1,4 @@
-"""Converts states of other optimizers, and of this one in other forms."""
+"""Converts saved states of other optimizers, and of these optimizers with other options."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Sealed:
 class Adopted:
     """A parameter's saved state, checked and converted to the form that its group asks for.
 
-    Nothing that exists changes before :meth:`settle`, which cannot fail.
+    The parameter and the optimizer change only in :meth:`settle`, which cannot fail.
 
     Args:
         param: the parameter.
         group: its group.
-        saved: its state, of a DTensor that of its local tensor. No tensor of it is kept.
+        saved: its state; for a DTensor, the state of its local tensor. It is copied.
         names: the states that the optimizer needs.
 
     Raises:
-        ValueError: the state is of another kind of optimizer or parameter.
+        ValueError: the state is from another kind of optimizer or parameter.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Adopted:
         return _storage.part_in(tensor, self.param, part)
 
 
-# In a checkpoint without the states, which another rank has: that rank.
+# The key, in a checkpoint without states, of the rank that has gathered them.
 ELSEWHERE = "states_on_rank"
 
 
@@ -121,7 +121,7 @@ def complete(
 ) -> None:
     """Gathers sharded states, and converts all to torch.optim's form if `names` are given.
 
-    Takes one parameter after the other, so that there is never a second copy of all.
+    Takes one parameter at a time, so that there are never two copies of all states.
     """
     states = state_dict["state"]
     for number, param in enumerate(params):
@@ -160,7 +160,7 @@ def for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[s
 def gathered(
     part: Part, param: torch.Tensor, state: Mapping[str, Any], to: int | None = None
 ) -> State | None:
-    """A sharded parameter's state, of all ranks, which must all call this.
+    """The whole state of a sharded parameter, from all ranks. All ranks must call this.
 
     Args:
         part: this rank's part.
@@ -187,10 +187,12 @@ def gathered(
 def check_groups(
     optimizer: str, defaults: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Checks that a checkpoint is of this kind of optimizer; state names alone do not tell.
+    """Checks by its groups that a checkpoint is from this kind of optimizer.
+
+    Names of states do not suffice: several kinds use the same names.
 
     Raises:
-        ValueError: its groups have settings that this kind does not know.
+        ValueError: the groups have settings that this kind does not know.
     """
     for group in groups:
         for name in _TELLING:
@@ -207,7 +209,7 @@ def checked(
     """Checks a saved state, and returns it with pycomm's names.
 
     Raises:
-        ValueError: it is of another kind of optimizer or parameter.
+        ValueError: the state is from another kind of optimizer or parameter.
     """
     missing = [name for name, value in saved.items() if isinstance(value, dict)]
     if missing:  # torch puts an empty dictionary in its place
@@ -255,10 +257,10 @@ def checked(
 
 
 def _check_forms(saved: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raises ValueError for a state in two forms, of which one is not the checkpoint's.
+    """Raises ValueError for a state in two forms, one from the checkpoint and one from here.
 
-    torch.distributed.checkpoint makes such states if the checkpoint and the optimizer have names
-    that differ: it adds the checkpoint's to the optimizer's.
+    torch.distributed.checkpoint makes such states if the checkpoint and the optimizer store a state
+    under different names: it keeps both.
     """
     forms = [[name + end for end in _storage.FORMS] for name in names]
     for places in (*forms, [MASTER, REMAINDER]):
@@ -306,11 +308,11 @@ def _adopt_state(
 
 
 def _like(param: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """A copy on the parameter's device and in its order of elements."""
+    """A copy on the parameter's device and in its memory format."""
     return torch.empty_like(param, dtype=stored.dtype).copy_(stored)
 
 
-# Sharded states in the checkpoints of torch.distributed.checkpoint.
+# Sharded states in checkpoints of torch.distributed.checkpoint.
 #
 # torch.distributed.checkpoint stores boxes: sub-tensors of a tensor. A part of a parameter is a
 # range of its elements in memory, so it consists of a few boxes.
@@ -350,11 +352,11 @@ def _in_row(shape: Sequence[int], row: int, begin: int, end: int) -> Iterator[Bo
 class TensorPart(torch.Tensor):
     """This rank's elements of a tensor, for torch.distributed.checkpoint.
 
-    It has the whole tensor's shape, but no other elements, so nothing can be computed with it.
+    It has the whole tensor's shape, but only these elements, so nothing can be computed with it.
 
     Args:
         own: the elements, flat, in the order in which they lie in memory.
-        begin: the first one's position in this order.
+        begin: the position of the first element in this order.
         shape: the whole tensor's shape.
         order: the whole tensor's dimensions, in the order of their strides.
     """
@@ -379,7 +381,7 @@ class TensorPart(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, _types: Any, args: Any = (), _options: Any = None
     ) -> Any:
-        # What copies of a state_dict need; they replace `own` of a new, empty part.
+        # Copies of a state_dict need these operations; they replace `own` of a new, empty part.
         part, aten = args[0], torch.ops.aten
         if func in (aten.new_empty.default, aten.detach.default, aten.clone.default):
             own = part.own if func is aten.detach.default else part.own.clone()
@@ -440,7 +442,7 @@ class TensorPart(torch.Tensor):
 
 
 def _in_parts(part: Part, param: torch.Tensor, state: Mapping[str, Any]) -> State:
-    """A sharded parameter's state, of which each rank has a part."""
+    """A sharded parameter's state with this rank's part as a :class:`TensorPart`."""
     if part.in_pieces:  # on all ranks
         raise RuntimeError(
             "sharded_state_dict() must come after a step: parts of lost ranks have not moved yet"
@@ -460,7 +462,7 @@ def _in_parts(part: Part, param: torch.Tensor, state: Mapping[str, Any]) -> Stat
 
 
 class _InParts:
-    """Stands for an optimizer whose checkpoint holds this rank's parts."""
+    """An optimizer's stand-in whose checkpoint holds only this rank's parts."""
 
     def __init__(
         self,
@@ -495,7 +497,7 @@ def by_name(
         model: the model, or its wrapper.
         optimizer: the optimizer of its parameters.
         saved: returns the optimizer's checkpoint, with this rank's elements of sharded states.
-        held: the parts of which it has states.
+        held: the parameters whose states are of a part, with that part.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -509,11 +511,11 @@ class AdoptedParts(Adopted):
     Args:
         param: the parameter.
         group: its group.
-        saved: its state, of :class:`TensorPart`.
+        saved: its state, with a :class:`TensorPart` per tensor.
         names: the states that the optimizer needs.
 
     Raises:
-        ValueError: the state is of another part of the parameter, or stored in another form.
+        ValueError: the state is of another part of the parameter, or in another form.
     """
 
     def __init__(
@@ -546,7 +548,7 @@ class AdoptedParts(Adopted):
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         assert isinstance(tensor, TensorPart)
-        return tensor.own.clone()  # it may lie where the state will lie
+        return tensor.own.clone()  # it may share the memory of the new state
 
 
 def adopted(

@@ -1,4 +1,4 @@
-"""Sharded states: their replicas, and their way to the ranks of another group."""
+"""Sharded states: their replicas, and their move to the ranks of another group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DividedOptimizer(StatefulOptimizer):
-    """Keeps states that ranks may have divided among them."""
+    """Keeps states that may be divided among ranks."""
 
     _awaits_sharing = False  # True if other ranks of the group have no states yet
 
@@ -41,7 +41,7 @@ class DividedOptimizer(StatefulOptimizer):
             for group in self.param_groups:
                 names = self._state_names(group)
                 for param in filter(self._parts().__contains__, group["params"]):
-                    if self._held[param] is not part_of(param):  # without a gradient since then
+                    if self._held[param] is not part_of(param):  # it has had no gradient since
                         self._follow(param, group, names)
             self._use_replicas(self._parts(), self.state)
         except BaseException:
@@ -52,7 +52,7 @@ class DividedOptimizer(StatefulOptimizer):
         return True
 
     def _parts(self) -> dict[torch.Tensor, Part]:
-        """The parts that states are of, without those that the program has removed since."""
+        """The parts whose states exist, by their parameters; the program may have removed some."""
         held, state = self._held, self.state
         return {param: held[param] for param in self._params() if param in held and param in state}
 
@@ -74,7 +74,7 @@ class DividedOptimizer(StatefulOptimizer):
         )
 
     def undoes_step(self) -> bool:
-        """True if this rank has begun a step that does not count, and has copies from before."""
+        """True if this rank has begun a step that does not count, and has copies from before it."""
         return self._replicas is not None and self._replicas.in_step
 
     def undo_step(self) -> None:
@@ -89,16 +89,16 @@ class DividedOptimizer(StatefulOptimizer):
     # In another group.
 
     def rank_in_division(self) -> int:
-        """This rank among those that have parts of the states; -1 if it has none."""
+        """This rank's number in the division of the states; -1 if it has no part."""
         return next((part.group.rank for part in self._parts().values()), -1)
 
     def lost_parts(self, owners: Collection[int]) -> set[int]:
-        """Ranks that have parts of the states and are not among these; by their first numbers."""
+        """Ranks that have parts and are not in `owners`, by their ranks in the first group."""
         ranges = ((part.group, own.rank) for part in self._parts().values() for own in part.ranges)
         return {group.ranks[rank] for group, rank in ranges if rank not in owners}
 
     def lost_with_replicas(self, owners: Collection[int]) -> set[int]:
-        """Those of which these have no replicas, either."""
+        """Lost ranks whose parts have no replicas on `owners`, either."""
         return set() if self._replicas is None else self._replicas.lost(owners)
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ class DividedOptimizer(StatefulOptimizer):
 
         Args:
             group: the new group.
-            owners: its ranks by their numbers in the division.
+            owners: its ranks, by their numbers in the division.
         """
         replicas, held, self.in_step = self._replicas, self._parts(), False
         if replicas is None or not held:
@@ -125,7 +125,7 @@ class DividedOptimizer(StatefulOptimizer):
                 assert whole is not None
                 saved = _checkpoint.checked(param, whole, names)
                 states[param] = _checkpoint.Adopted(param, options, saved, names).settle(buffers)
-                self._edits.settled(held[param].own)  # else a repetition would take it for an edit
+                self._edits.settled(held[param].own)  # so that a repetition sees no edit
         parts = {param: part for param in states if (part := part_of(param)) is not None}
         self._use_replicas(parts, states)
         for param in parts:
@@ -138,7 +138,7 @@ class DividedOptimizer(StatefulOptimizer):
 
         Args:
             group: the other group.
-            owners: its ranks that have parts, by their numbers in the division.
+            owners: the ranks that have parts, by their numbers in the division.
             restores: True if lost parts come from the replicas.
         """
         replicas, self._replicas, self.in_step = self._replicas, None, False
@@ -156,7 +156,7 @@ class DividedOptimizer(StatefulOptimizer):
                 self._edits.note([part.own])
 
     def state_to_share(self, group: Group) -> dict[str, Any]:
-        """What newcomers need to take part in the next step; for :func:`pycomm.share_state`.
+        """The state that newcomers need for the next step; for :func:`pycomm.share_state`.
 
         Raises:
             ValueError: the states are divided in another group.
@@ -177,15 +177,15 @@ class DividedOptimizer(StatefulOptimizer):
         return {**state_dict, "divided": divided}
 
     def take_shared(self, state: Mapping[str, Any] | None, group: Group) -> None:
-        """Makes this rank take part in the next step with the others of `group`.
+        """Prepares this rank for the next step of the ranks of `group`.
 
         Args:
-            state: what another rank has sent; None on ranks that keep theirs.
+            state: the state from another rank; None on ranks that keep their own.
             group: the group.
 
         Raises:
-            ValueError: this rank has parts of the states that would be lost; or its parameters are
-                not sharded as those of the others.
+            ValueError: this rank has parts of the states, which would be lost; or its parameters
+                are not sharded.
         """
         from pycomm._training.shards import OwnedRange, Part
 
@@ -207,7 +207,7 @@ class DividedOptimizer(StatefulOptimizer):
             self._held[param] = Part.held(part.shards, group, ranges, param)
 
     def _check_shared(self) -> None:
-        """Raises RuntimeError if newcomers lack what all ranks need for the next call."""
+        """Raises RuntimeError if newcomers still need :meth:`take_shared`."""
         if self._awaits_sharing:
             raise RuntimeError(
                 "ranks that are new in the group have no states of this optimizer: call "

@@ -1,4 +1,4 @@
-"""DTensors as parameters: of FSDP2's ``fully_shard``, and of tensor parallelism.
+"""DTensors as parameters, from FSDP2's ``fully_shard`` or tensor parallelism.
 
 Each rank steps its local tensor. The states are DTensors of the parameter's mesh and placements
 around states of the local tensor, so that torch.distributed.checkpoint takes them; ``"step"``, and
@@ -26,7 +26,7 @@ from pycomm.optim import _options, _storage
 from pycomm.optim._executors import Control, OnCpu, OnCuda, Row, Step, executor, is_capturing
 from pycomm.optim._storage import CODE, MASTER, REMAINDER, ROOT, SCALE, State
 
-# The random bits of shard i of a parameter begin at i times this place.
+# The random bits of a parameter's shard i begin at i times this offset.
 _SHARD_PLACES = 1 << 40
 
 
@@ -42,7 +42,7 @@ class Division(NamedTuple):
     dims: tuple[int, ...]
 
     def shard(self) -> int:
-        """The number of this rank's shard; copies of a shard have one number."""
+        """The number of this rank's shard; copies of a shard have the same number."""
         number, here = 0, self.mesh.get_coordinate() or ()
         for dim in self.dims:
             number = number * self.mesh.size(dim) + here[dim]
@@ -51,8 +51,8 @@ class Division(NamedTuple):
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of the values of all shards, with the same bits on all ranks.
 
-        All ranks of the mesh must call this. The values travel on the mesh's device, which is
-        another one than theirs if the parameters are offloaded from it.
+        All ranks of the mesh must call this. The values are exchanged on the mesh's device. If the
+        parameters are offloaded, they lie on another device.
         """
         kind, device = self.mesh.device_type, value.device
         value = value if device.type == kind else value.to(kind)
@@ -78,7 +78,7 @@ def division_of(param: torch.Tensor) -> Division | None:
 
 
 def place_of(param: torch.Tensor) -> int:
-    """Where the random bits of a parameter's local tensor begin; copies of a shard get the same."""
+    """The offset of a local tensor's random bits, the same for all copies of a shard."""
     division = division_of(param)
     return 0 if division is None else division.shard() * _SHARD_PLACES
 
@@ -119,7 +119,7 @@ def own_gradient(optimizer: str, param: Any, grad: Any) -> torch.Tensor:
     the mesh must call this.
 
     Raises:
-        TypeError, ValueError: it is no DTensor, or one of another shape or mesh.
+        TypeError, ValueError: the gradient is no DTensor, or has another shape or mesh.
     """
     told = f"a parameter of shape {tuple(param.shape)} that is a DTensor"
     if not isinstance(grad, DTensor):
@@ -155,7 +155,7 @@ def own_elements(param: Any, name: str, value: torch.Tensor) -> torch.Tensor:
         value: a DTensor on the same mesh, or a plain tensor with all elements.
 
     Raises:
-        ValueError: it has another shape or mesh.
+        ValueError: the tensor has another shape or mesh.
     """
     if value.shape != param.shape:
         raise ValueError(
@@ -186,9 +186,9 @@ def own_assigned(param: Any, state: Mapping[str, Any], names: Iterable[str]) -> 
 
 
 def own_saved(param: Any, saved: Mapping[str, Any], names: Iterable[str]) -> State:
-    """The state of a DTensor's local tensor, of a saved one that has been checked.
+    """The state of a DTensor's local tensor, from a saved state that has been checked.
 
-    8-bit states of an unsharded optimizer become fp32, because shards have other blocks.
+    8-bit states of whole parameters become fp32, because shards have other blocks.
     """
     own: State = {"step": saved["step"]} if "step" in saved else {}
     for name in names:
@@ -209,7 +209,7 @@ def local_state(state: Mapping[str, Any]) -> State:
 
 
 def wrapped(param: Any, state: Mapping[str, Any], before: Mapping[str, Any]) -> State:
-    """A DTensor's state, of DTensors where its form allows that.
+    """A DTensor's state, with DTensors where the form of a state allows it.
 
     Args:
         param: the parameter.
@@ -247,8 +247,8 @@ def wrap(param: Any, value: torch.Tensor) -> torch.Tensor:
 def to_save(param: Any, state: Mapping[str, Any]) -> State:
     """A DTensor's state for a checkpoint, which other meshes may load.
 
-    It has torch's names. 8-bit states become fp32, because other meshes have other blocks, and so
-    do roots of second moments; loading gives the same bits. Remainders become weights in fp32,
+    It has torch's names. 8-bit states become fp32, because other meshes have other blocks. Roots of
+    second moments become fp32, too. Loading gives the same bits. Remainders become fp32 weights,
     because collectives do not take their type.
     """
     own = local_state(state)
@@ -274,7 +274,7 @@ def by_division(params: Sequence[torch.Tensor], rows: Iterable[Row]) -> Divided:
     """Sorts rows by their parameters' division.
 
     Args:
-        params: all parameters. Those without a gradient count, because another rank may have one.
+        params: all parameters, also without a gradient, because another rank may have one.
         rows: the rows.
     """
     found: Divided = {division_of(param): array("q") for param in params}
@@ -291,7 +291,7 @@ class RowStep(NamedTuple):
 
 
 class MeshNorms:
-    """Measures the norm of gradients that are divided among ranks."""
+    """The norm of gradients that are divided among ranks."""
 
     def __init__(self) -> None:
         self._last: dict[Division | None, OnCpu | OnCuda] = {}
@@ -320,15 +320,15 @@ class MeshNorms:
 
 
 def adapt(params: Iterable[torch.Tensor], steps: Mapping[int, RowStep], control: Control) -> None:
-    """Makes the steps of divided parameters LAMB's, whose ratios need norms of whole parameters.
+    """Applies LAMB's ratios to divided parameters; they need norms of whole parameters.
 
     All ranks of the meshes must call this. The ratios have the same bits on all of them.
 
     Args:
-        params: all parameters. Those without a gradient count, because another rank may have one.
-        steps: the steps of parameters with gradients, by the parameters' ids. The rates of those
-            that adapt are multiplied by their ratios.
-        control: of the steps.
+        params: all parameters, also without a gradient, because another rank may have one.
+        steps: the steps of parameters with gradients, by the parameters' ids. Learning rates of
+            steps that adapt are multiplied by the ratios.
+        control: the steps' :data:`Control`.
     """
     divided: dict[Division, list[int]] = {}
     for param in params:
@@ -349,7 +349,7 @@ def adapt(params: Iterable[torch.Tensor], steps: Mapping[int, RowStep], control:
 
 
 def _conclude(squares: torch.Tensor, step: Step) -> torch.Tensor:
-    """What csrc/core/optim/segment.h concludes from the sum of squares of scaled gradients."""
+    """The norm and the step's numbers from the sum of squares, as csrc/core/optim/segment.h."""
     norm = squares.sqrt()
     if step.scale is not None:
         norm = norm / step.scale.double()

@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 class Row:
-    """A parameter's row, which is used again in the next step if nothing has moved.
+    """A parameter's row, which the next step reuses if nothing has moved.
 
     For a sharded parameter, it describes this rank's part, and two words follow: the number of
-    elements of the parameter, and whether its gradient has been averaged. For a DTensor, the row
-    describes its local tensor, and so do the gradient and the state.
+    elements of the parameter, and whether its gradient has been averaged. For a DTensor, row,
+    gradient and state belong to its local tensor.
 
     Args:
         param: the parameter.
-        grad: its gradient, in the parameter's order of elements.
+        grad: its gradient, in the parameter's memory format.
         state: its state.
         group: its group's options.
         names: the states' names.
-        stream: the parameter's random bits.
-        place: the first element's place among the random bits, for a DTensor.
+        stream: the number of the parameter's stream of random bits.
+        place: for a DTensor, the offset of the first element in this stream.
 
     Attributes:
         param: the parameter.
-        own: the elements of it that this rank steps.
+        own: the elements that this rank steps.
         part: this rank's part; None if the parameter is not sharded.
         holds_weights: True if the state has master weights or a remainder.
         words: the row; without the last word of a sharded parameter.
@@ -93,7 +93,7 @@ def _key(
     names: tuple[str, ...],
     stream: int,
 ) -> tuple[Any, ...]:
-    """Changes if a row has to be made anew."""
+    """A key that changes if the row must be made anew."""
     # This runs for hundreds of parameters in every step, so it is kept fast.
     if grad.layout != torch.strided:
         return ()
@@ -116,10 +116,10 @@ def one_division(optimizer: str, rows: Iterable[Row], has_dtensors: bool) -> Sha
     Args:
         optimizer: the optimizer's name.
         rows: the rows.
-        has_dtensors: True if DTensors are among its parameters, with gradients or without.
+        has_dtensors: True if the optimizer has DTensors, with gradients or without.
 
     Raises:
-        ValueError: some are sharded otherwise, or not at all.
+        ValueError: some parameters have other shards, or none.
     """
     found = {None if row.part is None else row.part.shards for row in rows}
     if len(found) > 1:
@@ -140,18 +140,18 @@ def one_division(optimizer: str, rows: Iterable[Row], has_dtensors: bool) -> Sha
 
 # A group and its segments, as integers.
 Table = tuple[Group, "array[int]"]
-# Addresses of the gradients' scale, of the flag that one is not finite, and of the clip factor;
-# 0 for a missing one.
+# Addresses of the gradients' scale, of the flag for gradients that are not finite, and of the clip
+# factor; 0 for a missing number.
 Control = tuple[int, int, int]
 
 
 class Step(NamedTuple):
-    """What an executor does with its tables.
+    """The inputs of a step, apart from its tables.
 
     Attributes:
-        settings: those of each table.
+        settings: the settings of each table.
         scale: the factor of scaled gradients, or None.
-        found: set if a gradient is not finite, or None.
+        found: nonzero if a gradient is not finite, or None.
         clip: the factor that clips gradients, or None.
         max_norm: bound of the norm of all gradients together; None for no bound.
         sets_found: look for gradients that are not finite.
@@ -170,7 +170,7 @@ class Step(NamedTuple):
 
     @property
     def control(self) -> Control:
-        """Where the numbers lie; the tensors must live until the step has been enqueued."""
+        """Addresses of the numbers; the tensors must live until the step has been enqueued."""
         scale, found, clip = (
             0 if number is None else number.data_ptr()
             for number in (self.scale, self.found, self.clip)
@@ -179,12 +179,12 @@ class Step(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """`max_norm` as the extension has it: 0 for no bound."""
+        """`max_norm` for the extension: 0 for no bound."""
         return self.max_norm or 0.0
 
     @property
     def measures(self) -> bool:
-        """True if it reads all gradients before it changes anything."""
+        """True if the step reads all gradients before it changes anything."""
         return self.max_norm is not None or self.sets_found
 
 
@@ -311,7 +311,7 @@ def rate_on_device(lr: float | torch.Tensor | None) -> torch.Tensor | None:
 
 
 def executor(device: torch.device, tables: list[Table], last: OnCuda | None) -> OnCpu | OnCuda:
-    """The executor for these tables. `last`, of the last step, is used again if possible."""
+    """The executor for these tables; it reuses `last`, from the last step, if possible."""
     if device.type == "cpu":
         return OnCpu(tables)
     stream = torch.cuda.current_stream(device).cuda_stream

@@ -34,13 +34,13 @@ class FusedOptimizer(DividedOptimizer):
             tensor.
     """
 
-    # torch.amp.GradScaler passes its scale and its finding in `grad_scale` and `found_inf`.
+    # torch.amp.GradScaler passes its scale and its flag in `grad_scale` and `found_inf`.
     _step_supports_amp_scaling = True
 
     grad_norm: torch.Tensor | None = None
 
     _on_cuda: OnCuda | OnCudaShards | None = None
-    _found: torch.Tensor | None = None  # a `found_inf` of our own
+    _found: torch.Tensor | None = None  # the `found_inf` that the last step has made
     _mesh_norms: MeshNorms | None = None  # with DTensors
 
     _rule: ClassVar[str]  # a key of _C.rules
@@ -57,7 +57,7 @@ class FusedOptimizer(DividedOptimizer):
     # Defined by each optimizer, with _state_names().
 
     def _own_settings(self, group: Group) -> dict[str, Any]:
-        """The group's settings for the extension, apart from those of all optimizers."""
+        """The group's settings for the extension that only this optimizer has."""
         raise NotImplementedError
 
     def _settings(self, group: Group, lr: float) -> _C.OptimizerSettings:
@@ -74,7 +74,7 @@ class FusedOptimizer(DividedOptimizer):
     # Gradients.
 
     def average_gradients(self) -> None:
-        """Averages gradients now that the step would average, for reading or changing them.
+        """Averages now the gradients that the step would average, to read or change them.
 
         All ranks must call this. It does nothing unless a wrapper shards the parameters.
 
@@ -134,7 +134,7 @@ class FusedOptimizer(DividedOptimizer):
         settings = [self._settings(group, steps.rate(group["lr"])) for group, _ in tables]
         scale = _executors.attribute(self, "grad_scale", device)
         found = _executors.attribute(self, "found_inf", device)
-        if found is self._found:  # by an earlier step
+        if found is self._found:  # set by an earlier step
             self.found_inf = self._found = found = None
         if shards is not None and shards.local and found is not None:
             raise RuntimeError(
@@ -165,10 +165,10 @@ class FusedOptimizer(DividedOptimizer):
     def _measure(
         self, device: torch.device, rows: list[Row], step: _executors.Step
     ) -> tuple[torch.Tensor, _executors.Step]:
-        """Measures the norm of gradients of which some are divided among ranks.
+        """Measures the norm of all gradients, some of which are divided among ranks.
 
         Returns:
-            The norm, and the step that is left to do.
+            The norm, and the step without the measurement.
         """
         from pycomm.optim import _dtensor
 
@@ -184,7 +184,7 @@ class FusedOptimizer(DividedOptimizer):
         return self._has_dtensors and self._needs_whole_norms
 
     def _adapt(self, tables: list[Table], rows: list[Row], step: _executors.Step) -> None:
-        """Measures the norms of whole parameters that are divided among ranks."""
+        """Applies LAMB's ratios to parameters that are divided among ranks."""
         from pycomm.optim import _dtensor
 
         steps = {
@@ -194,7 +194,7 @@ class FusedOptimizer(DividedOptimizer):
         _dtensor.adapt(self._params(), steps, step.control)
 
     def _place(self, param: torch.Tensor) -> int:
-        """Where a DTensor's random bits begin."""
+        """The offset of a DTensor's random bits."""
         if not is_dtensor(param):
             return 0
         from pycomm.optim import _dtensor
@@ -202,7 +202,7 @@ class FusedOptimizer(DividedOptimizer):
         return _dtensor.place_of(param)
 
     def _compare_with_others(self) -> None:
-        """Takes part in the other ranks' step without a gradient: an error if they have some."""
+        """Takes part in the others' step without a gradient; it raises if others have gradients."""
         if len(self._divisions()) == 1:
             from pycomm.optim._shard_executors import shard_executor
 
@@ -230,7 +230,7 @@ class FusedOptimizer(DividedOptimizer):
                     rows.append(row)
                     grads.append(grad)
                     row.add_to(table)
-                    if self._adapts_dtensors:  # each with settings of its own
+                    if self._adapts_dtensors:  # each parameter with its own settings
                         tables.append((group, table))
                         table = array("q")
                 stream += 1
@@ -239,7 +239,7 @@ class FusedOptimizer(DividedOptimizer):
         return tables, rows, grads
 
     def _own_gradient(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of a DTensor's gradient; another gradient itself."""
+        """This rank's elements of a DTensor's gradient; other gradients as they are."""
         if not (self._has_dtensors and is_dtensor(param)):
             return grad
         from pycomm.optim import _dtensor
@@ -256,8 +256,8 @@ class FusedOptimizer(DividedOptimizer):
     ) -> tuple[Row, torch.Tensor]:
         """A parameter's row in its group's table, and its gradient.
 
-        The row is that of the last step if nothing has moved since. The gradient is a copy if the
-        other one has another order of elements.
+        The last step's row is reused if nothing has moved since. The gradient is copied if its
+        memory format differs from the parameter's.
         """
         state, rest = self._own_state(param), (group, names, stream)
         row = self._rows.get(id(param))

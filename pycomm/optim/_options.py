@@ -19,10 +19,10 @@ class Options(TypedDict, total=False):
 
     Attributes:
         master_weights: for 16-bit parameters. ``"fp32"`` keeps fp32 weights beside them.
-            ``"remainder"`` keeps the 16 bits that a bf16 parameter lacks of its fp32 weight, which
-            is as exact. None (the default) keeps nothing but the parameters. An fp32 parameter
-            needs neither, until the model becomes a 16-bit one; ``"remainder"`` raises ValueError
-            if all parameters are fp32.
+            ``"remainder"`` keeps the 16 bits of the fp32 weight that a bf16 parameter lacks, which
+            is as exact. None (the default) keeps only the parameters. An fp32 parameter needs
+            neither, until the model is converted to 16 bits; ``"remainder"`` raises ValueError if
+            all parameters are fp32.
         states: ``"fp32"`` (the default), ``"bf16"``, ``"fp16"`` (second moments as their square
             roots) or ``"8bit"`` (blocks of 256; tensors below 4,096 elements keep fp32).
         stochastic_rounding: round bf16 parameters without master weights stochastically. States in
@@ -30,7 +30,7 @@ class Options(TypedDict, total=False):
         seed: the seed of the random bits, which depend only on the seed, the parameter, the element
             and the step.
         max_norm: clips the norm of all gradients together, as
-            :func:`torch.nn.utils.clip_grad_norm_` does, but does not write them.
+            :func:`torch.nn.utils.clip_grad_norm_` does, but does not write the gradients.
     """
 
     master_weights: str | None
@@ -40,7 +40,7 @@ class Options(TypedDict, total=False):
     max_norm: float | None
 
 
-# The options of a group. A checkpoint does not change them; its states are converted to them.
+# The options of a group. A checkpoint does not change them; its states are converted to fit.
 DEFAULTS = {"master_weights": None, "states": "fp32", "stochastic_rounding": False, "seed": 0}
 
 
@@ -80,7 +80,7 @@ def check_torch_flags(flags: Group) -> None:
 
 
 def check_rates(lr: float | torch.Tensor, **rates: float) -> None:
-    """Raises ValueError for the values that torch's optimizers refuse, too."""
+    """Raises ValueError for values that torch's optimizers also refuse."""
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError("lr must have one element where it is a tensor")
     for name, value in {"lr": float(lr), **rates}.items():
@@ -180,8 +180,8 @@ def check_options(group: Group, has_states: bool) -> None:
 
 
 def usable_grad(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Checks a gradient; returns it, copied if necessary to the parameter's element order."""
-    if type(param) not in PLAIN or type(grad) not in PLAIN:  # either may have been exchanged
+    """Checks a gradient; returns it, copied to the parameter's memory format if necessary."""
+    if type(param) not in PLAIN or type(grad) not in PLAIN:  # a program may have replaced either
         check_plain(optimizer, param)
         check_plain(optimizer, grad)
     if grad.layout != torch.strided:

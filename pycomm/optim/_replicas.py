@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class ReplicatedStates:
     """The states of an optimizer's sharded parameters, in two copies.
 
-    All ranks make it together. Nothing that exists changes.
+    All ranks make it together. The optimizer and its states do not change.
 
     Args:
         parts: this rank's part of each parameter.
@@ -85,10 +85,10 @@ class ReplicatedStates:
         return self._group.rank in self._replicas.ranks_in_step
 
     def undo(self) -> None:
-        """Gives parts that such a step may have changed their parameters from before it.
+        """Restores the parameters that a step that does not count may have changed.
 
-        Between nodes only those that this rank has copies of; the others: :meth:`to_restore`.
-        Torch does not count this, so the counts are again those of the values.
+        Between nodes, this rank restores only parts that it has copies of; :meth:`to_restore` has
+        the others. Torch does not count this write, so versions match the values again.
         """
         for rank in self._replicas.ranks_in_step:
             before = self._replicas.parameters_of(rank)
@@ -99,7 +99,7 @@ class ReplicatedStates:
         """Parameters that ranks must send each other after :meth:`undo`; none on one node.
 
         Args:
-            owners: the ranks of another group that have parts, by their numbers in this one.
+            owners: the ranks of another group that have parts, by their numbers in this group.
 
         Returns:
             For each parameter its elements, flat, and the ranks of the other group that send them.
@@ -109,10 +109,10 @@ class ReplicatedStates:
         return [(flat(param.data), self._given(param, owners)) for param in self._parts]
 
     def lost(self, owners: Collection[int]) -> set[int]:
-        """The ranks whose states are lost with both copies; by their first numbers.
+        """The ranks whose states are lost with both copies, by their ranks in the first group.
 
         Args:
-            owners: the ranks that are left.
+            owners: the remaining ranks.
         """
         found = {own.rank for part in self._parts.values() for own in part.ranges}
         left = {r for r in found if any(k in owners for k in self._replicas.keepers(r))}
@@ -121,17 +121,17 @@ class ReplicatedStates:
     def given(
         self, param: torch.Tensor, group: Group, owners: Mapping[int, int]
     ) -> tuple[Part, State]:
-        """What this rank gives of a parameter's state after the last step that counts.
+        """This rank's contribution to a parameter's state after the last step that counts.
 
-        For each lost rank, another one that has its copies gives its part.
+        A rank that has a lost rank's copies contributes the lost rank's part, too.
 
         Args:
             param: the parameter.
             group: another group.
-            owners: its ranks that have parts, by their numbers in this one.
+            owners: its ranks that have parts, by their numbers in this group.
 
         Returns:
-            The elements of all ranks of the other group, and the state of this rank's.
+            The elements of all ranks of the other group, and the state of this rank's elements.
         """
         ranges, held = self._given(param, owners), self._parts[param]
         mine = [
@@ -161,7 +161,7 @@ class ReplicatedStates:
         return StateKind(dtype, tuple(own.stop - own.start for own in ranges))
 
     def _range(self, param: torch.Tensor, name: str, rank: int) -> slice:
-        """A rank's elements of a state, or with the name "" of the parameter."""
+        """A rank's elements of a state; with the name "", of the parameter."""
         if name == "step":
             return slice(0, 1)
         unit = BLOCK if name.endswith(_storage.SCALE) else 1

@@ -51,7 +51,7 @@ class OnCpuShards(OnCpu):
 
 
 class OnSpanningShards(OnCpuShards):
-    """The same for ranks on several nodes, which exchange sums and new parameters."""
+    """Steps of ranks on several nodes, which exchange sums and new parameters."""
 
     def __init__(self, tables: list[Table], shards: Shards, all_gather: ParamAllGather) -> None:
         super().__init__(tables, shards)
@@ -87,7 +87,7 @@ class OnSpanningShards(OnCpuShards):
             raise
 
     def _sum_up(self, sums: torch.Tensor, measure: Callable[[], None]) -> None:
-        """Fills in all ranks' sums. Each comes from one rank, so adding zeros leaves its bits."""
+        """Fills in all ranks' sums. Each sum comes from one rank, and zeros do not change it."""
         sums.zero_()
         measure()
         self._reduce(sums, "sum", "sums of a step")
@@ -101,7 +101,7 @@ class OnSpanningShards(OnCpuShards):
 class OnCudaShards:
     """Steps on a device, together with the other ranks of a wrapper's shards.
 
-    A step is one launch. The host waits neither for it nor, before it, for the device.
+    A step is one launch. The host never waits for the device.
     """
 
     def __init__(self, device: torch.device, stream: int, shards: Shards) -> None:
@@ -134,7 +134,7 @@ class OnCudaShards:
         sharded.clear()
         for one, (group, words) in zip(step.settings, self._tables, strict=True):
             rate = rate_on_device(group["lr"])
-            rates.append(rate)  # it must live until the step has been enqueued
+            rates.append(rate)  # the tensor must live until the step has been enqueued
             in_double = rate is not None and rate.dtype == torch.float64
             sharded.add(one, words, 0 if rate is None else rate.data_ptr(), in_double)
         norm = None
@@ -159,7 +159,7 @@ class OnCudaShards:
 def shard_executor(
     device: torch.device, tables: list[Table], shards: Shards, last: object
 ) -> OnCpuShards | OnCudaShards:
-    """The executor for these tables. `last`, of the last step, is used again if possible.
+    """The executor for these tables; it reuses `last`, from the last step, if possible.
 
     Raises:
         RuntimeError: the current stream is being captured.
@@ -178,10 +178,10 @@ def shard_executor(
 
 
 def _label(tables: Sequence[Table], step: Step, shards: Shards) -> str:
-    """What ranks must agree on, for messages; the extension adds a hash of the rest.
+    """A text that ranks compare, for messages; the extension adds a hash of the rest.
 
-    It has a checksum of gradients that the program has assigned. These must be the same on all
-    ranks, because each rank steps its part with its own.
+    It has a checksum of gradients that the program has assigned. These gradients must be the same
+    on all ranks, because each rank steps its part with its own.
     """
     pairs = zip(step.params, step.grads, strict=True)
     assigned = [grad for param, grad in pairs if shards.is_assigned(param)]

@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from pycomm._training.shards import Part, Shards
     from pycomm.optim._replicas import ReplicatedStates
 
-# Tracks writes to parameters between steps, for parameters with weights of higher precision.
+# Writes to parameters between steps, for parameters with weights of higher precision.
 
 
 class ExternalWrites:
     """Applies writes to a parameter to its master weights or remainders.
 
-    torch counts the writes to a tensor, but not those through ``.data``. If there may have been
-    any, masters are compared with their parameter, and elements that differ are replaced. With
-    remainders, changed elements cannot be found, so the parameter's remainders are all dropped.
-    A state of a DTensor is that of its local tensor.
+    torch counts writes to a tensor, but not writes through ``.data``. After a possible write,
+    master weights are compared with their parameter, and elements that differ are replaced. With
+    remainders, changed elements cannot be found, so all remainders of the parameter become zero.
+    The state of a DTensor is the state of its local tensor.
     """
 
     def __init__(self) -> None:
-        # Each parameter's count of writes and its address, after its last step.
+        # Each parameter's version and address, after its last step.
         self._seen: dict[torch.Tensor, tuple[int, int]] = {}
-        self._changed: set[torch.Tensor] = set()  # whose states were adapted after that step
+        self._changed: set[torch.Tensor] = set()  # states were adapted after that step
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
         """Records that the parameters agree with their states."""
@@ -46,21 +46,18 @@ class ExternalWrites:
             self._changed.discard(param)
 
     def forget(self, param: torch.Tensor) -> None:
-        """Forgets the version of a parameter, or of a part, whose states are of another part now.
-
-        It would keep the part's memory alive.
-        """
+        """Forgets the version of a resharded parameter or part, to free its memory."""
         self._seen.pop(param, None)
         self._changed.discard(param)
 
     def take_given(self, part: torch.Tensor, given: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Adapts the state of elements of a parameter, of which this rank has stepped a part.
+        """Adapts a state that this rank contributes to writes to the parameter.
 
-        The other elements' states may not have been adapted to writes to which this part's has.
+        The state may have elements of other parts, which were not adapted when this part's were.
 
         Args:
-            part: this rank's part.
-            given: these elements.
+            part: the part that this rank has stepped.
+            given: the contributed elements of the parameter.
             state: their state.
         """
         if self._is_written(part):
@@ -73,18 +70,18 @@ class ExternalWrites:
         self.take(given, state)
 
     def settled(self, part: torch.Tensor) -> None:
-        """Records that the last write to a part's parameter was that of its weights."""
+        """Records that the last write to a part has written its own weights."""
         if part in self._seen:
             self._seen[part] = _mark(part)
 
     def take(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Adapts the state to writes to its parameter.
 
-        A state that has just been loaded counts as that of the parameters at the first step, so
-        model and optimizer can be restored in either order.
+        A newly loaded state belongs to the parameters as they are at the first step, so model and
+        optimizer can be restored in either order.
         """
         before, now = self._seen.get(param), _mark(param)
-        # In a capture, the graph would repeat this in every replay.
+        # A captured graph would repeat this in every replay.
         if before == now or param.dtype == torch.float32 or is_capturing(param.device):
             return
         elements = local(param).detach()
@@ -107,9 +104,9 @@ class ExternalWrites:
 
 
 def _mark(param: torch.Tensor) -> tuple[int, int]:
-    """A parameter's count of writes and its address."""
+    """A parameter's version and its address."""
     elements = local(param)
-    # A write to a DTensor does not count as one to its local tensor, nor the other way round.
+    # A DTensor and its local tensor have separate versions.
     count = param._version + (0 if elements is param else elements._version)
     return count, elements.data_ptr()
 
@@ -127,7 +124,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     in_step = False
     _has_dtensors = False
-    # True if a step depends on norms of whole parameters, apart from that of all gradients.
+    # True if a step depends on norms of whole parameters (not only on the norm of all gradients).
     _needs_whole_norms: ClassVar[bool] = False
     _divided: tuple[tuple[int, int], set[Shards]] = (-1, -1), set()  # see _divisions()
 
@@ -136,7 +133,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._buffers = Buffers()
         self._edits = ExternalWrites()
         self._rows: dict[int, Row] = {}  # by the parameter's id
-        # The parts that states are of. Other states are of whole parameters, sharded or not.
+        # Parts with states of their own. Other states are of whole parameters, sharded or not.
         self._held: dict[torch.Tensor, Part] = {}
         self._replicas: ReplicatedStates | None = None
         self._new: list[torch.Tensor] = []  # parameters whose states this step has made
@@ -160,9 +157,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return self._divided[1]
 
     def _complete_exchanges(self) -> None:
-        """Takes part in an exchange that others wait in because this rank's backward has raised.
+        """Takes part in an exchange in which others wait because this rank's backward has raised.
 
-        Whatever all ranks call together begins with this.
+        All collective calls begin with this.
         """
         for division in self._divisions():
             division.exchange_group._keep_promise()
@@ -212,7 +209,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Returns:
             An fp32 tensor if the parameter has master weights or a remainder, otherwise the
-            parameter itself, detached. Of a DTensor, a DTensor.
+            parameter itself, detached. For a DTensor, the result is a DTensor.
         """
         self._complete_exchanges()
         state, part = self._own_state(param), self._held.get(param)
@@ -249,16 +246,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, format: str = "pycomm", to: int | None = None) -> dict[str, Any]:  # noqa: A002
         """Returns a checkpoint.
 
-        With sharded states, it holds the states of all ranks, which must all call this. It is then
-        the checkpoint that an optimizer without shards would return.
+        With sharded states, all ranks must call this. The checkpoint is the same as without shards.
 
         Args:
             format: ``"pycomm"`` keeps everything bit for bit. ``"torch"`` is for torch.optim: it
                 has states in fp32, full-precision weights as ``master_param``, and no options of
                 pycomm.
-            to: with sharded states, the only rank of the group that divides them that gets them; on
-                the others ``"state"`` is empty, which :meth:`load_state_dict` refuses. By default
-                all get them.
+            to: with sharded states, the only rank that gets the states, by its number in the group
+                that divides them. On the others ``"state"`` is empty, and :meth:`load_state_dict`
+                refuses such a checkpoint. By default all get the states.
         """
         if format not in ("pycomm", "torch"):
             raise ValueError(f"format must be pycomm or torch, got {format!r}")
@@ -273,12 +269,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def sharded_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Returns a checkpoint for torch.distributed.checkpoint, to save it or to load into it.
+        """Returns a checkpoint for torch.distributed.checkpoint, to save or to load into.
 
         It has the keys of ``get_optimizer_state_dict``; pass it to ``set_optimizer_state_dict``
         after loading. With sharded states, each rank saves and loads only its part, and all ranks
-        must call this. Parameters that have had no gradient yet, as those of unused experts, get
-        the states that their first step would make.
+        must call this. Parameters that have had no gradient yet, such as unused experts, get the
+        states that their first step would make.
 
         Args:
             model: the model, or its wrapper, that has this optimizer's parameters.
@@ -317,7 +313,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _save_dtensors(self, states: dict[int, State]) -> None:
-        """Gives the states of DTensors a form that other meshes may load."""
+        """Converts the states of DTensors to a form that other meshes can load."""
         from pycomm.optim import _dtensor
 
         for number, param in enumerate(self._params()):
@@ -332,8 +328,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         checkpoint or, if it has none, from the parameters.
 
         Raises:
-            ValueError: the checkpoint is of another kind of optimizer, or of other parameters, or
-                its states are on another rank.
+            ValueError: the checkpoint is from another kind of optimizer or from other parameters,
+                or its states are on another rank.
         """
         before, hooks = self.__dict__.copy(), self._optimizer_load_state_dict_pre_hooks
         state_dict = state_dict.copy()
@@ -392,7 +388,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _unseal(self) -> None:
-        """Adopts the states that are being loaded: all, or none if one is refused."""
+        """Adopts the states that are being loaded, or none of them if one is refused."""
         sealed = {
             key: s.state for key, s in self.state.items() if isinstance(s, _checkpoint.Sealed)
         }
@@ -417,7 +413,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     # The states of one parameter.
 
     def _own_state(self, param: torch.Tensor) -> State:
-        """A parameter's state; of a DTensor, a dictionary with the state of its local tensor."""
+        """A parameter's state; for a DTensor, a new dictionary with its local tensor's state."""
         state: State = self.state.get(param, {})
         if not is_dtensor(param):
             return state
@@ -426,9 +422,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _put_state(
         self, param: torch.Tensor, state: State, before: Mapping[str, Any] | None = None
     ) -> None:
-        """Sets a parameter's state; of a DTensor, to DTensors around that of its local tensor.
+        """Sets a parameter's state; for a DTensor, `state` is wrapped in DTensors.
 
-        DTensors of the state `before` stay if their local tensors are in `state`.
+        DTensors of the state `before` are reused if their local tensors are in `state`.
         """
         if is_dtensor(param):
             from pycomm.optim import _dtensor
@@ -453,7 +449,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _follow(self, param: torch.Tensor, group: Group, names: tuple[str, ...]) -> None:
         """Converts a parameter's states after the parameter or its part has changed, or raises.
 
-        If they are of a part, all ranks must call this.
+        If the states are of a part, all ranks must call this.
         """
         self._check_param(param)
         self._check_options(group)
@@ -474,14 +470,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self.state[param]["step"].zero_()  # the momentum begins with the gradient
 
     def _own(self, param: torch.Tensor) -> torch.Tensor:
-        """The elements of a parameter whose states are this rank's."""
+        """The elements of a parameter whose states this rank has."""
         part = self._held.get(param)
         if part is None:
             return param
         return part.of(param) if part.in_pieces else part.own
 
     def _hold(self, param: torch.Tensor) -> None:
-        """Records that the states of a parameter are those of its part, if it has one."""
+        """Records whether the states of a parameter are of its part or of the whole."""
         part = part_of(param)
         if part is not None:
             self._held[param] = part

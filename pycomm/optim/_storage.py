@@ -1,4 +1,4 @@
-"""How weights and states are stored, and their descriptions for the extension."""
+"""Storage formats of weights and states, and their descriptions for the extension."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def place_of(name: str, dtype: torch.dtype) -> str:
 
 
 def place_in(state: Mapping[str, Any], name: str) -> str:
-    """The name under which `state` stores this state; `name` itself if it does not."""
+    """The name under which `state` stores this state; `name` itself if it is missing."""
     return next((name + end for end in FORMS if name + end in state), name)
 
 
@@ -66,7 +66,7 @@ def wanted_dtype(param: torch.Tensor, states: str) -> torch.dtype:
 def buffers_for(param: torch.Tensor, states: str, buffers: Buffers) -> Buffers | None:
     """The buffers for a parameter's states; None if their type differs from the option's.
 
-    Buffers are as long as all parameters together, too long for a few small states.
+    Buffers are as long as all parameters together, which would waste memory on a few small states.
     """
     return buffers if wanted_dtype(param, states) == STATES[states] else None
 
@@ -129,7 +129,7 @@ def to_fp32(state: Mapping[str, Any], name: str) -> torch.Tensor:
 
 
 def from_fp32(values: torch.Tensor, name: str, dtype: torch.dtype) -> State:
-    """A state of this type with these values."""
+    """Converts fp32 values to a state of this type."""
     place = place_of(name, dtype)
     if place == name:
         return {name: values.to(dtype)}
@@ -157,7 +157,7 @@ def take_assigned(
 
     Args:
         param: the parameter.
-        state: its state, or that of a part.
+        state: the state of the parameter or of a part.
         names: the states' names.
         dtype: the type in which they are stored.
         part: the part; None for the whole parameter.
@@ -184,7 +184,7 @@ def take_assigned(
 
 
 def squares(name: str) -> bool:
-    """True if a state holds second moments, which have a code of their own."""
+    """True if a state holds second moments, which have their own code."""
     return name.endswith("_sq")
 
 
@@ -196,7 +196,7 @@ def holds_weights(state: Mapping[str, Any]) -> bool:
 def joined(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
     """The weights of a parameter in fp32, at full precision.
 
-    If the parameter has become fp32, its elements count if they are not the rounded weights.
+    If the parameter has become fp32, elements that differ from the rounded weights are kept.
     """
     own = param.detach().float()
     if MASTER in state:
@@ -215,7 +215,7 @@ def joined(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
 
 
 def is_rounded(own: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask of the elements that equal the weights rounded to a type, with ties either way."""
+    """A mask of elements that equal the weights rounded to a type; ties may round either way."""
     same = own == weights.to(dtype)
     return same | (own == split(weights)[0]) if dtype == torch.bfloat16 else same
 
@@ -233,8 +233,8 @@ def write_weights(
 ) -> None:
     """Writes fp32 weights in place to a parameter and to its master weights or remainder.
 
-    A bf16 parameter with either of them is rounded as a step rounds it. A sharded parameter is
-    written as a whole; its state is that of a part.
+    A bf16 parameter with either of them is rounded as in a step. A sharded parameter is written as
+    a whole, and its state is written for a part.
     """
     rounded = weights
     if param.dtype == torch.bfloat16 and (MASTER in state or REMAINDER in state):
@@ -275,7 +275,7 @@ def segment(
         state: their state.
         names: the states' names, in the order of the rule's arguments.
         group: the group's options.
-        stream: the parameter's random bits.
+        stream: the number of the parameter's stream of random bits.
         dtype: the states' type.
         first: the first element of a part.
 
@@ -289,7 +289,7 @@ def segment(
     step = state["step"]
     if step.get_device() != param.get_device() or step.dtype != torch.float32:
         raise ChangedError
-    # Without states, which are dense, there are no strides to compare with.
+    # Without states there are no dense strides to compare with.
     if not names and not param.is_contiguous() and dense_strides(param) != stride:
         raise ChangedError
     words = [param.data_ptr(), grad.data_ptr(), 0, 0, 0, 0, 0, 0, 0]

@@ -13,14 +13,14 @@ from pycomm._training.flat import Layout, Piece, home_of, place_of, place_of_sta
 from pycomm._training.parameters import dense_strides
 
 # An optimizer's state buffers, by the piece whose layout they share, the state's name and its type.
-# They live as long as the piece: a model that is moved and flattened again gets new ones.
+# Buffers live as long as the piece: a model that is moved and flattened again gets new buffers.
 Buffers = weakref.WeakKeyDictionary[Piece, dict[tuple[str, torch.dtype], torch.Tensor]]
 
 
 class FlatParameters:
-    """Flat buffers: a pair of them (parameters, gradients) for every type and device.
+    """Flat buffers: a pair (parameters, gradients) for every type and device.
 
-    For a wrapped module these are the wrapper's buffers.
+    A wrapped module has the wrapper's buffers.
 
     Attributes:
         padding: the share of the buffers that these parameters do not use.

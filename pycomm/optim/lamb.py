@@ -19,7 +19,7 @@ class FusedLAMB(FusedOptimizer):
         lr: learning rate, a number or a tensor.
         betas: decay rates of the first and the second moment.
         eps: added to the divisor.
-        weight_decay: decoupled weight decay; it counts in the norm of the step.
+        weight_decay: decoupled weight decay; the norm of the step includes it.
         always_adapt: scale steps by the norm of the weights even if `weight_decay` is 0 (usually
             for biases and norms).
         maximize: maximize the loss instead of minimizing it.

@@ -15,7 +15,7 @@ class GradScaler(torch.amp.GradScaler):
 
     torch's own scaler reads and writes every gradient before a step, to look for infinities. A
     fused optimizer looks for them while it measures the norm for clipping, and unscales as it
-    steps. Everything else, arguments and other optimizers included, is as in torch.
+    steps. Everything else, including arguments and other optimizers, is as in torch.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
