@@ -119,6 +119,7 @@ class DataParallel(ModuleProxy):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
+        sharding = None if shard is None else _sharding_of(shard)
         parameters = common_parameters(module)
         for name, tensor in (*parameters, *common_buffers(module)):
             check_memory(f"module: {name}", tensor)
@@ -132,7 +133,7 @@ class DataParallel(ModuleProxy):
         super().__init__(module)
         self.comm_state: CommState | LocalSGDState = state
         self.require_backward_grad_sync = True
-        self._sharding = None if shard is None else _sharding_of(shard)
+        self._sharding = sharding
         self._bucket_bytes = bucket_cap_mb * _MIB
         self._broadcast_buffers = broadcast_buffers
         self._options = {"bucket_cap_mb": float(bucket_cap_mb), **state.options()}
