@@ -76,6 +76,9 @@ class HookState(ABC):
     def check_module(self, module: nn.Module) -> None:
         """Raises ValueError if this state does not fit a module's parameters."""
 
+    def follow_formats(self, parameters: Sequence[torch.Tensor]) -> None:  # noqa: B027
+        """Adapts residuals to the memory formats of parameters that get new buckets."""
+
     @abstractmethod
     def start(
         self,

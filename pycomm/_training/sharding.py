@@ -29,7 +29,7 @@ from pycomm._training.comm_state import CommState
 from pycomm._training.exchange import dense_wire_bytes, launching
 from pycomm._training.flat import Memory, home_of
 from pycomm._training.grad_shards import GradShardBuffers
-from pycomm._training.parameters import common_parameters, part_of
+from pycomm._training.parameters import common_parameters, is_averaged, part_of
 from pycomm._training.shard_exchange import BucketReduceScatter
 from pycomm._training.shards import Shards
 from pycomm._training.strategy import Strategy
@@ -123,6 +123,14 @@ def check_sharding(
     divides = group if sharding.group is None else sharding.group
     _check_device(exchanged, divides)
     assert isinstance(state, CommState)
+    own = set(map(id, module.parameters()))
+    for known in state._parameters.tensors:
+        if id(known) not in own and is_averaged(known):
+            raise ValueError(
+                "with shard, state must be of one wrapper, got one with "
+                f"{state._parameters[known].name}, which another pycomm.DataParallel averages: "
+                "make a state for each"
+            )
     plain = state.compression is None and divides is group
     if sharding.stage == "gradients" and not plain:
         raise ValueError(
