@@ -144,6 +144,7 @@ class BucketReduceScatter:
         self._sent += encoded_bytes(state.compression, bucket.gradients)
         residual = self._residual
         if residual is not None:
+            state._residuals.note_before(bucket.first, bucket.first + count)
             residual = residual[bucket.first : bucket.first + count]
         work = compressed_reduce_scatter(
             mean, bucket.gradients, state.compression, residual=residual,
