@@ -258,6 +258,8 @@ class ShardOptimizer(Strategy):
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """See :meth:`Strategy.prepare`."""
+        sizes = [(b.flat.itemsize, p.numel()) for b in buckets for p in b.parameters]
+        self._gradient_bytes = sum(itemsize * count for itemsize, count in sizes)
         self.shards.assign(bucket.parameters for bucket in buckets)
         if self._scatter is not None:
             self._scatter.place_residuals(self.shards.blocks.values())
@@ -287,9 +289,9 @@ class ShardOptimizer(Strategy):
             waited = time.perf_counter() - began
             wire = self.shards.wire_bytes(sent)
             wire += dense_wire_bytes(gathered, self.state.group) // 2
-            self.state.count_step(sum(b.flat.nbytes for b in buckets), wire, waited)
+            self.state.count_step(self._gradient_bytes, wire, waited)
 
-    def _finish_own(self, buckets: Sequence[Bucket]) -> tuple[int, int]:
+    def _finish_own(self, buckets: Sequence[Bucket]) -> tuple[int, int]:  # noqa: ARG002
         """Waits for averages that the state does not make.
 
         Returns:
@@ -297,7 +299,7 @@ class ShardOptimizer(Strategy):
         """
         if self._scatter is not None:
             return self._scatter.finish(), 0
-        return sum(bucket.flat.nbytes for bucket in buckets), 0
+        return self._gradient_bytes, 0  # a step reads no padding
 
     @property
     def _leaves_parts(self) -> bool:
