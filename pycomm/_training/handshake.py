@@ -5,12 +5,12 @@ announcement of it. If a rank starts another forward while its promise is open, 
 that announcement. If other ranks have announced an exchange, this rank's backward must have raised.
 If none has, there are several forwards before one backward.
 
-    IDLE      -> PROMISED   a forward records gradients
+    IDLE      -> PROMISED   a forward records gradients, or a block in no_sync() has raised
     IDLE      -> BACKWARD   a gradient comes, or this rank takes part in the others' exchange
     PROMISED  -> BACKWARD   the same
-    BACKWARD  -> IDLE       the exchange is over
-    BACKWARD  -> PROMISED   it is over, or no gradient has come, and another forward may still get a
-                            backward; or backward has raised
+    PROMISED  -> IDLE       inside of join(), this rank has no more batches
+    BACKWARD  -> IDLE       the exchange is over, or no gradient has come
+    BACKWARD  -> PROMISED   the same, and another backward may still come; or backward has raised
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class BackwardHandshake:
         self.latest: int | None = None
         self._numbers = itertools.count()
         self._forwards: set[int] = set()  # that no backward has followed
-        self._left: set[int] = set()  # those from before the last exchange
+        self._left: set[int] = set()  # of them, those from before the last exchange
         self._entered: set[int | None] = set()  # whose outputs the running backward has passed
-        self._taken: set[int] = set()  # the last whose exchange a backward without outputs had
+        self._taken: set[int] = set()  # whose exchange a backward that passed no outputs has had
         self._announced = 0  # 1 for an exchange; 2 if averages of an earlier backward come before
         self._work: Work | None = None
 

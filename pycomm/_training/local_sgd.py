@@ -104,7 +104,7 @@ class _Account(NamedTuple):
         pending: those of this round.
         owed: True if it has failed in an exchange.
         agreements: how many times it has had the same parameters as the others.
-        anchored: True if it has what all had in common.
+        has_snapshot: True if it has what all had in common.
         divides: True if it has an `inner_group`.
         number: of its parameters and options.
     """
