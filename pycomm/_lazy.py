@@ -28,7 +28,7 @@ def lazy_names(
     def find(name: str) -> object:
         if name in home_of:
             found = getattr(import_module(home_of[name]), name)
-        elif "__path__" in variables and find_spec(f"{module}.{name}") is not None:
+        elif "__path__" in variables and name.isidentifier() and find_spec(f"{module}.{name}"):
             found = import_module(f"{module}.{name}")
         else:
             raise missing_attribute(module, name)

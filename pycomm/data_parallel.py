@@ -81,10 +81,11 @@ class DataParallel(ModuleProxy):
             :class:`pycomm.Sharding` has more options: replicas that survive a lost rank, the ranks
             that divide, a compression of new parameters.
         state: a state of :mod:`pycomm.hooks` that exchanges gradients, made with this module's
-            parameters. Its options replace `compression`, `group` and `grad_scaler`. It also has
-            options that this wrapper lacks: which parameters are sent uncompressed, a warm-up, no
-            residuals. A :class:`pycomm.hooks.LocalSGDState` exchanges parameters every few steps
-            instead of gradients in backward: call its ``step()`` after every step of the optimizer.
+            parameters; with `shard`, no other wrapper may have it. Its options replace
+            `compression`, `group` and `grad_scaler`. It also has options that this wrapper lacks:
+            which parameters are sent uncompressed, a warm-up, no residuals. A
+            :class:`pycomm.hooks.LocalSGDState` exchanges parameters every few steps instead of
+            gradients in backward: call its ``step()`` after every step of the optimizer.
 
     Attributes:
         module: the wrapped module; ``state_dict`` and ``load_state_dict`` are the module's.

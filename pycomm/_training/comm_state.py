@@ -28,7 +28,14 @@ from pycomm._training.exchange import (
     launching,
 )
 from pycomm._training.hook_state import HookState, move_into_window
-from pycomm._training.parameters import Exclude, Parameters, common_parameters
+from pycomm._training.parameters import (
+    Exclude,
+    Parameters,
+    as_real,
+    common_parameters,
+    dense_strides,
+    same_places,
+)
 from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm._work import Work
 from pycomm.collectives import all_gather
@@ -188,6 +195,13 @@ class CommState(HookState):
                     "state must be made with named_parameters() of this module, got one without "
                     f"{name}"
                 )
+
+    def follow_formats(self, parameters: Sequence[torch.Tensor]) -> None:
+        """See :meth:`HookState.follow_formats`."""
+        for parameter in parameters if self._residuals else ():
+            entry, strides = self._parameters[parameter], dense_strides(as_real(parameter))
+            if not same_places(entry.shape, strides, entry.strides):
+                self._residuals.reorder(entry, strides)
 
     def start(
         self,

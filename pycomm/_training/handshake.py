@@ -5,12 +5,12 @@ announces it. If a rank starts another forward while its promise is open, it tak
 announcement. If other ranks have announced an exchange, this rank's backward must have raised. If
 none has, there are several forwards before one backward.
 
-    IDLE      -> PROMISED   a forward records gradients
+    IDLE      -> PROMISED   a forward records gradients, or a block in no_sync() has raised
     IDLE      -> BACKWARD   a gradient comes, or this rank takes part in the others' exchange
     PROMISED  -> BACKWARD   the same
-    BACKWARD  -> IDLE       the exchange is over
-    BACKWARD  -> PROMISED   it is over, or no gradient has come, and another forward may still get a
-                            backward; or backward has raised
+    PROMISED  -> IDLE       inside of join(), this rank has no more batches
+    BACKWARD  -> IDLE       the exchange is over, or no gradient has come
+    BACKWARD  -> PROMISED   the same, and another backward may still come; or backward has raised
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 # DistributedDataParallel compares hooks' annotations as objects: they must not become strings.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +15,6 @@ from pycomm._runtime.log import fallback
 from pycomm._runtime.torch_private import GradBucket
 from pycomm.errors import PycommError
 from pycomm.group import Group
-
-if TYPE_CHECKING:
-    from pycomm.group import Group
 
 
 class HookState(ABC):
@@ -52,12 +49,12 @@ class HookState(ABC):
 
     @property
     @abstractmethod
-    def group(self) -> "Group":
+    def group(self) -> Group:
         """The group whose ranks exchange gradients or parameters."""
 
     @property
     @abstractmethod
-    def gradient_group(self) -> "Group | None":
+    def gradient_group(self) -> Group | None:
         """The group that exchanges gradients in this step, or None."""
 
     def exchanges_parameter(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
@@ -75,6 +72,9 @@ class HookState(ABC):
     @abstractmethod
     def check_module(self, module: nn.Module) -> None:
         """Raises ValueError if this state does not fit a module's parameters."""
+
+    def follow_formats(self, parameters: Sequence[torch.Tensor]) -> None:  # noqa: B027
+        """Adapts residuals to the memory formats of parameters that get new buckets."""
 
     @abstractmethod
     def start(
@@ -104,7 +104,7 @@ class HookState(ABC):
         """Decides whether all ranks take the step."""
 
     @abstractmethod
-    def regroup(self, group: "Group") -> None:
+    def regroup(self, group: Group) -> None:
         """Continues with another group."""
 
     @abstractmethod

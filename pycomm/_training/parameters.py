@@ -344,6 +344,12 @@ def count_division() -> None:
 # later stays: its gradient counts as zeros, as if the model did not use it.
 
 
+def is_averaged(parameter: torch.Tensor) -> bool:
+    """True if a wrapper averages the parameter's gradient."""
+    owner = known_of(parameter).owner
+    return owner is not None and owner() is not None
+
+
 class ParamOwnership:
     """The parameters of a wrapper.
 

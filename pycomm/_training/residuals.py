@@ -62,11 +62,23 @@ class Residuals:
             flat: the memory, fp32.
             begins: where each parameter's part begins in it.
         """
-        moved = {entry.name: self.of(entry, "residual") for entry in self._entries.values()}
+        entries = self._entries.values()
+        parts = [self.of(entry, "residual") for entry in entries]
+        copies = [self.before(entry, "residual") for entry in entries]
         self._begin = {name: begins[name] for name in self._entries}
         self._flat["residual"] = flat.zero_()
-        for name, part in moved.items():
-            self.of(self._entries[name], "residual").copy_(part)
+        if self._before["residual"].numel():
+            self._before["residual"] = torch.zeros_like(flat)
+        for entry, part, copy in zip(entries, parts, copies, strict=True):
+            self.of(entry, "residual").copy_(part)
+            if copy is not None and (before := self.before(entry, "residual")) is not None:
+                before.copy_(copy)
+
+    def note_before(self, begin: int, end: int) -> None:
+        """Copies a range of what :meth:`lie_in` has moved, if copies are kept."""
+        before = self._before["residual"]
+        if before.numel():
+            before[begin:end].copy_(self._flat["residual"][begin:end])
 
     def to(self, device: torch.device) -> None:
         """Moves everything, before its first use."""

@@ -70,13 +70,17 @@ class BucketReduceScatter:
         if "residual" not in state._residuals.kinds:
             return
         total = sum(len(bucket.gradients) for bucket in buckets)
-        self._residual = huge_page_zeros(total, torch.float32, torch.device("cpu"))
         entries = state._parameters.entries
         begins = {
             entries[number].name: bucket.first + begin
             for bucket in buckets
             for number, begin in bucket.begins.items()
         }
+        for entry in entries.values():
+            if entry.name not in begins:  # its parameter is frozen since, or not exchanged
+                begins[entry.name] = total
+                total += entry.numel
+        self._residual = huge_page_zeros(total, torch.float32, torch.device("cpu"))
         state._residuals.lie_in(self._residual, begins)
 
     @property
@@ -140,6 +144,7 @@ class BucketReduceScatter:
         self._sent += encoded_bytes(state.compression, bucket.gradients)
         residual = self._residual
         if residual is not None:
+            state._residuals.note_before(bucket.first, bucket.first + count)
             residual = residual[bucket.first : bucket.first + count]
         work = compressed_reduce_scatter(
             mean, bucket.gradients, state.compression, residual=residual,

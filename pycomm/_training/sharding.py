@@ -29,7 +29,7 @@ from pycomm._training.comm_state import CommState
 from pycomm._training.exchange import dense_wire_bytes, launching
 from pycomm._training.flat import Memory, home_of
 from pycomm._training.grad_shards import GradShardBuffers
-from pycomm._training.parameters import common_parameters, part_of
+from pycomm._training.parameters import common_parameters, is_averaged, part_of
 from pycomm._training.shard_exchange import BucketReduceScatter
 from pycomm._training.shards import Shards
 from pycomm._training.strategy import Strategy
@@ -123,6 +123,14 @@ def check_sharding(
     divides = group if sharding.group is None else sharding.group
     _check_device(exchanged, divides)
     assert isinstance(state, CommState)
+    own = set(map(id, module.parameters()))
+    for known in state._parameters.tensors:
+        if id(known) not in own and is_averaged(known):
+            raise ValueError(
+                "with shard, state must be of one wrapper, got one with "
+                f"{state._parameters[known].name}, which another pycomm.DataParallel averages: "
+                "make a state for each"
+            )
     plain = state.compression is None and divides is group
     if sharding.stage == "gradients" and not plain:
         raise ValueError(
@@ -250,6 +258,8 @@ class ShardOptimizer(Strategy):
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """See :meth:`Strategy.prepare`."""
+        sizes = [(b.flat.itemsize, p.numel()) for b in buckets for p in b.parameters]
+        self._gradient_bytes = sum(itemsize * count for itemsize, count in sizes)
         self.shards.assign(bucket.parameters for bucket in buckets)
         if self._scatter is not None:
             self._scatter.place_residuals(self.shards.blocks.values())
@@ -279,9 +289,9 @@ class ShardOptimizer(Strategy):
             waited = time.perf_counter() - began
             wire = self.shards.wire_bytes(sent)
             wire += dense_wire_bytes(gathered, self.state.group) // 2
-            self.state.count_step(sum(b.flat.nbytes for b in buckets), wire, waited)
+            self.state.count_step(self._gradient_bytes, wire, waited)
 
-    def _finish_own(self, buckets: Sequence[Bucket]) -> tuple[int, int]:
+    def _finish_own(self, buckets: Sequence[Bucket]) -> tuple[int, int]:  # noqa: ARG002
         """Waits for averages that do not go through the state.
 
         Returns:
@@ -289,7 +299,7 @@ class ShardOptimizer(Strategy):
         """
         if self._scatter is not None:
             return self._scatter.finish(), 0
-        return sum(bucket.flat.nbytes for bucket in buckets), 0
+        return self._gradient_bytes, 0  # a step reads no padding
 
     @property
     def _leaves_parts(self) -> bool:

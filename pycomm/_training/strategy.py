@@ -38,6 +38,7 @@ class Strategy:
 
     def __init__(self, state: HookState, parameters: Sequence[torch.Tensor]) -> None:
         self.state = state
+        state.follow_formats(parameters)
         self._take_over(parameters)
 
     def _take_over(self, parameters: Sequence[torch.Tensor]) -> None:

@@ -98,6 +98,48 @@ def test_a_parameter_that_is_written_between_steps_has_no_error_left():
             assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("rest", ["frozen", "in no wrapper"])
+def test_a_state_may_know_more_parameters_than_the_wrapper_exchanges(rest: str):
+    def body(group: pycomm.Group, knows_more: bool) -> list[torch.Tensor]:
+        net = copy.deepcopy(NET)
+        module = net if rest == "frozen" else net[1]
+        named = dict(net.named_parameters())
+        known = named if knows_more else {name: named[name] for name in ("1.weight", "1.bias")}
+        state = pycomm.hooks.Int8State(known.items(), exclude=small_bias, group=group)
+        net[0].requires_grad_(rest != "frozen")
+        shard = pycomm.Sharding("optimizer", publish=pycomm.Int8())
+        model = pycomm.DataParallel(module, state=state, shard=shard)
+        optimizer = pycomm.optim.FusedSGD(net[1].parameters(), lr=0.1)
+        for number in range(3):
+            model.zero_grad()
+            model(torch.linspace(group.rank, number, 120).view(2, 60)).pow(2).sum().backward()
+            optimizer.step()
+        return [*(p.detach().clone() for p in net.parameters()), state.residual("1.weight").clone()]
+
+    with pycomm.LocalWorld(2, nodes=(1, 1), timeout=20) as world:
+        for more, less in zip(*(world.run(body, knows) for knows in (True, False)), strict=True):
+            assert all(map(torch.equal, more, less))
+
+
+def small_bias(name: str, parameter: torch.Tensor) -> bool:  # noqa: ARG001
+    return name.endswith("bias")
+
+
+def test_a_state_of_two_wrappers_is_refused():
+    def body(group: pycomm.Group) -> None:
+        net = copy.deepcopy(NET)
+        state = pycomm.hooks.Int8State(net.named_parameters(), group=group)
+        first = pycomm.DataParallel(net[0], state=state, shard="optimizer")
+        with pytest.raises(
+            ValueError, match=r"state must be of one wrapper, got one with 0\.weight"
+        ):
+            pycomm.DataParallel(net[1], state=state, shard="optimizer")
+        backward(first)
+
+    with pycomm.LocalWorld(2, nodes=(1, 1), timeout=20) as world:
+        world.run(body)
+
+
 @pytest.mark.parametrize("before", ["another optimizer", "an overflow"])
 def test_a_step_that_leaves_a_written_parameter_alone_does_not_revive_its_error(before):
     def body(group: pycomm.Group, steps_before: bool) -> torch.Tensor:

@@ -137,6 +137,7 @@ def test_modules_are_attributes():
     assert run_python(code).split() == ["True", "None"]
     with pytest.raises(AttributeError, match=r"no attribute .nothing.$"):
         pycomm.nothing  # noqa: B018
+    assert not hasattr(pycomm, "nothing.in_it")
     with pytest.raises(ImportError):
         exec("from pycomm import nothing")
 

@@ -69,6 +69,30 @@ def test_training_goes_on_as_without_them(name, nodes):
         assert any(bool(r.any()) for r in plain[rank][1]["residual"].values())
 
 
+@pytest.mark.parametrize("first", ["before wrapping", "before training"])
+def test_compressed_shards_between_nodes(first):
+    def body(group):
+        net = copy.deepcopy(NETWORK)
+        state = hooks.Int8State(net.named_parameters(), group=group)
+        if first == "before wrapping":
+            state.undo_exchange()
+        shard = pycomm.Sharding("optimizer", publish=pycomm.Int8())
+        model = pycomm.DataParallel(net, state=state, shard=shard)
+        if first == "before training":
+            state.undo_exchange()
+        seen = []
+        for step in range(2):
+            wrapped.batch_loss(model, group.rank, step).backward()
+            seen.append(state.state_dict()["kept"][str(group.rank)]["residual"])
+            model.zero_grad()
+        state.undo_exchange()
+        return *seen, state.state_dict()["kept"][str(group.rank)]["residual"]
+
+    for before, exchanged, undone in on_ranks(body, (1, 1)):
+        assert wrapped.same(undone, before)
+        assert not all(torch.equal(exchanged[name], before[name]) for name in before)
+
+
 def with_hook(_group, compression):
     model = DistributedDataParallel(copy.deepcopy(NETWORK))
     state = hooks.CommState(compression, model.named_parameters())

@@ -1,5 +1,8 @@
 """A memory format that changes after wrapping: residuals stay with their elements."""
 
+import copy
+
+import golden
 import helpers
 import pytest
 import torch
@@ -10,6 +13,7 @@ import pycomm
 import pycomm.optim as optim
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
+CONVOLUTION = nn.Conv2d(16, 32, 3)
 FACTOR = torch.randn(32, 16, 3, 3, generator=torch.Generator().manual_seed(1))
 
 
@@ -87,6 +91,20 @@ def test_what_is_left_over_follows_its_element(make, when):
 def test_what_is_left_over_follows_its_element_into_new_buckets(make):
     """DistributedDataParallel makes them when its second forward begins."""
     helpers.run_group(2, as_if_never_converted, make, 1)
+
+
+@pytest.mark.parametrize("formats", [FORMATS, FORMATS[::-1]])
+def test_a_state_that_was_made_before_follows_the_format_that_is_wrapped(world, formats):
+    def body(group, made):
+        convolution = copy.deepcopy(CONVOLUTION).to(memory_format=made)
+        named = convolution.named_parameters()
+        state = pycomm.hooks.TopKState(named, density=0.1, momentum=0.5, group=group)
+        model = pycomm.DataParallel(convolution.to(memory_format=formats[1]), state=state)
+        step_of(group, model, 0)
+        return state.state_dict()["kept"][str(group.rank)]
+
+    before, after = (world(2).run(body, made) for made in formats)
+    assert golden.same_tensors(before, after)
 
 
 def refused(group, make, when):

@@ -38,12 +38,13 @@ def stats_after_steps(group, shard):
 
 def test_stats_count_steps_and_bytes_of_shards():
     with pycomm.LocalWorld(2) as world:
-        for shard in ("optimizer", "gradients"):
+        # A step reads gradients only. A slot has padding, too: the bias comes first, and the weight
+        # begins at a multiple of 1,024 elements.
+        for shard, sent in (("optimizer", 300 + 300 * 300), ("gradients", 1024 + 300 * 300)):
             for stats in world.run(stats_after_steps, shard):
                 assert stats["steps"] == 3
-                # The bias comes first, and the weight begins at a multiple of 1,024 elements.
-                assert stats["bytes_in"] == 4 * (1024 + 300 * 300)
-                assert stats["bytes_wire"] == stats["bytes_in"]  # half of 2 ranks, both ways
+                assert stats["bytes_in"] == 4 * (300 + 300 * 300)
+                assert stats["bytes_wire"] == 4 * sent  # half of 2 ranks, both ways
 
 
 def bytes_of_backwards(group):
