@@ -155,6 +155,30 @@ def test_more_messages_than_buffers(tmp_path):
     spanning.run([1, 1], flood, tmp_path / "begun", timeout=30)
 
 
+def send_many(group: pycomm.Group, sent: threading.Event) -> None:
+    """What has come ends in the middle of what a receiver reads at once; nothing follows it."""
+    for count in range(980, 1000, 4):  # about 1 MiB
+        messages = torch.arange(count, dtype=torch.int32).repeat_interleave(250).view(count, 250)
+        if group.rank == 0:
+            requests = [pycomm.isend(message, 1, group=group) for message in messages]
+            sent.set()
+            for request in requests:
+                request.wait()
+            pycomm.recv(torch.zeros(1), 1, group=group)
+            continue
+        sent.wait()
+        sent.clear()
+        got = torch.empty(250, dtype=torch.int32)
+        for message in messages:
+            pycomm.recv(got, 0, group=group)
+            assert torch.equal(got, message)
+        pycomm.send(torch.zeros(1), 0, group=group)
+
+
+def test_messages_that_have_arrived(world):
+    world(2, nodes=(1, 1), timeout=5).run(send_many, threading.Event())
+
+
 def failure(call) -> dict[str, object]:
     begin = time.monotonic()
     with pytest.raises(pycomm.CollectiveError) as caught:
