@@ -24,12 +24,10 @@ void Group::leave() {
   }
   // Without the lock, because a transport may run Python, and with it a handler that aborts.
   if (internode_ == nullptr) return;
-  leave_messages();
+  // Ranks of other nodes may wait for messages of this one, although it has never sent any.
+  if (p2p_ != nullptr) p2p_->leave();  // null if span() has failed
   internode_->leave();
 }
-
-// Ranks of other nodes may wait for messages of this one, although it has never sent any.
-void Group::leave_messages() { engine().leave(); }
 
 // Other ranks may use the memory for something else from now on.
 void Group::depart() {

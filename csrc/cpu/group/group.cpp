@@ -6,6 +6,7 @@
 #include "core/algorithms/run.h"
 #include "core/algorithms/select.h"
 #include "core/codecs/cast.h"
+#include "cpu/executor/blocks.h"
 #include "cpu/executor/custom_operation.h"
 #include "cpu/executor/threads.h"
 #include "cpu/executor/waiting.h"
@@ -29,6 +30,7 @@ void Group::span(Nodes nodes, std::shared_ptr<Transport> transport, std::shared_
   internode_ =
       std::make_unique<InternodeGroup>(comm_, std::move(nodes), std::move(transport), timeout);
   port_ = std::move(port);
+  engine();  // now, because it needs a descriptor, and tells other nodes that this rank leaves
 }
 
 Group::~Group() { close(); }
@@ -208,7 +210,8 @@ bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
       comm_.begin(operation, call.input, call.output, interrupt, call.body->preflight());
       call.body->run(comm_);
     } else if (internode_ != nullptr) {
-      nonfinite = internode_->run(operation, call, interrupt, [this] { return &engine(); });
+      set_count(operation, call, size_);
+      nonfinite = internode_->run(operation, call, interrupt, p2p_.get());
     } else if (compresses) {
       nonfinite = operation.codec.kind == CodecKind::topk ? run_topk(operation, call, interrupt)
                                                           : run_blocks(operation, call, interrupt);
@@ -303,7 +306,7 @@ p2p::Engine& Group::p2p() {
   return made;
 }
 
-// The engine, which is made at the first call.
+// The engine, which is made at the first call; in a group that spans nodes, by span().
 p2p::Engine& Group::engine() {
   const std::lock_guard lock(p2p_mutex_);
   if (p2p_ != nullptr) return *p2p_;

@@ -207,7 +207,6 @@ class Group {
   p2p::Engine& p2p();
   p2p::Engine& engine();
   void close_p2p(void (*interrupt)());
-  void leave_messages();
   void depart();
   std::uint32_t subject_number() const {
     return has_subjects_.load(std::memory_order_relaxed) ? calling_subject()

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "cpu/internode/group.h"
 #include "cpu/internode/transport.h"
 
 namespace pycomm::cpu {
@@ -95,6 +96,71 @@ void BlockMessages::end() {
       request->wait();
     } catch (const CollectiveError&) {
     }
+  }
+}
+
+void InternodeGroup::move_blocks(const Operation& operation, const Call& call, p2p::Engine& engine,
+                                 void (*interrupt)()) {
+  BlockMessages messages(comm_, nodes_, engine, operation, call);
+  barrier(operation);
+  if (call.inputs.counts != nullptr) check_counts(operation, messages.blocks());
+  messages.wait(interrupt);
+  traffic_ = messages.traffic();
+}
+
+// In an all-to-all, a rank knows only what it sends and expects.
+void InternodeGroup::check_counts(const Operation& operation, const CallBlocks& blocks) {
+  const BlockCounts counts(
+      nodes_.world(), blocks,
+      [this](const Operation& gather, const Call& call) { all_gather(gather, call); });
+  if (const auto error = counts.disagreement(comm_, operation)) fail_together(operation, *error);
+}
+
+// As on one node: no node fails before all ranks of all nodes have found the error.
+void InternodeGroup::fail_together(const Operation& operation, const CollectiveError& error) {
+  try {
+    comm_.begin_phase(operation, nullptr, nullptr);
+    comm_.announce();
+    if (owns_stripe()) tell_nodes({}, {});
+    cpu::fail_together(comm_, operation, error);
+  } catch (const CollectiveError& other) {
+    if (other.reason != error.reason) throw;
+    comm_.abort(abort_word(error.reason, error.rank));  // before messages end with another reason
+    throw error;
+  }
+}
+
+void InternodeGroup::in_equal_blocks(const Operation& operation, const Call& call) {
+  const std::int64_t block = operation.count * size_of(operation.dtype);
+  const CallBlocks blocks(call, operation, nodes_.world());
+  const auto bytes = [&](const BlockTable& table, int r) {
+    return table.counts[static_cast<std::size_t>(r)] * size_of(operation.dtype);
+  };
+  std::byte* const all = scratch_.listed.bytes((nodes_.world() + 1) * block);
+  std::byte* const mine = all + nodes_.world() * block;  // this rank's own
+  const int self = comm_.number(comm_.rank());
+  if (operation.collective == Collective::reduce_scatter) {
+    for (int r = 0; r < nodes_.world(); ++r) {
+      const std::int64_t n = bytes(blocks.inputs, r);
+      move_bytes(all + r * block, blocks.inputs.addresses[static_cast<std::size_t>(r)], n);
+      std::memset(all + r * block + n, 0, static_cast<std::size_t>(block - n));
+    }
+    Call equal = call;
+    equal.input = all;
+    equal.output = mine;
+    reduce_scatter(operation, equal);
+    return move_bytes(call.output, mine, bytes(blocks.inputs, self));
+  }
+  const std::int64_t n = bytes(blocks.outputs, self);
+  move_bytes(mine, call.input, n);
+  std::memset(mine + n, 0, static_cast<std::size_t>(block - n));
+  Call equal = call;
+  equal.input = mine;
+  equal.output = all;
+  all_gather(operation, equal);
+  for (int r = 0; r < nodes_.world(); ++r) {
+    move_bytes(blocks.outputs.addresses[static_cast<std::size_t>(r)], all + r * block,
+               bytes(blocks.outputs, r));
   }
 }
 

@@ -1,20 +1,15 @@
 #include "cpu/internode/group.h"
 
-#include <cstring>
-
 #include "core/algorithms/run.h"
 #include "core/codecs/cast.h"
 #include "cpu/executor/loops.h"
 
 namespace pycomm::cpu {
-namespace {
 
-void move_bytes(void* to, const void* from, std::int64_t bytes) {
+void InternodeGroup::move_bytes(void* to, const void* from, std::int64_t bytes) {
   if (to == from || bytes == 0) return;
   copy({static_cast<std::byte*>(to), false}, static_cast<const std::byte*>(from), bytes);
 }
-
-}  // namespace
 
 InternodeGroup::InternodeGroup(Comm& comm, Nodes nodes, std::shared_ptr<Transport> transport,
                                Clock::duration timeout)
@@ -24,9 +19,8 @@ InternodeGroup::InternodeGroup(Comm& comm, Nodes nodes, std::shared_ptr<Transpor
   }
 }
 
-bool InternodeGroup::run(Operation operation, const Call& call, void (*interrupt)(),
-                         const std::function<p2p::Engine*()>& messages) {
-  set_count(operation, call, nodes_.world());
+bool InternodeGroup::run(const Operation& operation, const Call& call, void (*interrupt)(),
+                         p2p::Engine* engine) {
   traffic_ = {};
   begin(operation, interrupt);
   bool nonfinite = false;
@@ -34,7 +28,7 @@ bool InternodeGroup::run(Operation operation, const Call& call, void (*interrupt
     nonfinite = compressed(operation, call);
   } else {
     if (owns_stripe()) link_->publish();
-    run_plain(operation, call, messages, interrupt);
+    run_plain(operation, call, engine, interrupt);
   }
   if (owns_stripe()) {
     traffic_.sent += link_->traffic().sent;
@@ -43,11 +37,9 @@ bool InternodeGroup::run(Operation operation, const Call& call, void (*interrupt
   return nonfinite;
 }
 
-void InternodeGroup::run_plain(const Operation& operation, const Call& call,
-                               const std::function<p2p::Engine*()>& messages, void (*interrupt)()) {
-  if (moves_blocks(operation.collective)) {
-    return move_blocks(operation, call, *messages(), interrupt);
-  }
+void InternodeGroup::run_plain(const Operation& operation, const Call& call, p2p::Engine* engine,
+                               void (*interrupt)()) {
+  if (moves_blocks(operation.collective)) return move_blocks(operation, call, *engine, interrupt);
   if (call.inputs || call.outputs) return in_equal_blocks(operation, call);
   switch (operation.collective) {
     case Collective::all_reduce:
@@ -129,7 +121,7 @@ void InternodeGroup::all_reduce(const Operation& operation, const Call& call) {
 // The ranks without a result have the sums of their stripes in a buffer.
 void InternodeGroup::reduce(const Operation& operation, const Call& call) {
   const int to = nodes_.node_of(operation.root);
-  std::byte* const sums = comm_.number(comm_.rank()) == operation.root
+  std::byte* const sums = nodes_.rank(nodes_.here, comm_.rank()) == operation.root
                               ? static_cast<std::byte*>(call.output)
                               : scratch_.sums.bytes(operation.count * size_of(operation.dtype));
   reduce_to_stripes(operation, operation.count, call.input, sums);
@@ -231,71 +223,6 @@ void InternodeGroup::barrier(const Operation& operation) {
   if (owns_stripe()) link_->await_announcements();
   comm_.begin_phase(operation, nullptr, nullptr);
   comm_.announce();
-}
-
-void InternodeGroup::move_blocks(const Operation& operation, const Call& call, p2p::Engine& engine,
-                                 void (*interrupt)()) {
-  BlockMessages messages(comm_, nodes_, engine, operation, call);
-  barrier(operation);
-  if (call.inputs.counts != nullptr) check_counts(operation, messages.blocks());
-  messages.wait(interrupt);
-  traffic_ = messages.traffic();
-}
-
-// In an all-to-all, a rank knows only what it sends and expects.
-void InternodeGroup::check_counts(const Operation& operation, const CallBlocks& blocks) {
-  const BlockCounts counts(
-      nodes_.world(), blocks,
-      [this](const Operation& gather, const Call& call) { all_gather(gather, call); });
-  if (const auto error = counts.disagreement(comm_, operation)) fail_together(operation, *error);
-}
-
-// As on one node: no node fails before all ranks of all nodes have found the error.
-void InternodeGroup::fail_together(const Operation& operation, const CollectiveError& error) {
-  try {
-    comm_.begin_phase(operation, nullptr, nullptr);
-    comm_.announce();
-    if (owns_stripe()) tell_nodes({}, {});
-    cpu::fail_together(comm_, operation, error);
-  } catch (const CollectiveError& other) {
-    if (other.reason != error.reason) throw;
-    comm_.abort(abort_word(error.reason, error.rank));  // before messages end with another reason
-    throw error;
-  }
-}
-
-void InternodeGroup::in_equal_blocks(const Operation& operation, const Call& call) {
-  const std::int64_t block = operation.count * size_of(operation.dtype);
-  const CallBlocks blocks(call, operation, nodes_.world());
-  const auto bytes = [&](const BlockTable& table, int r) {
-    return table.counts[static_cast<std::size_t>(r)] * size_of(operation.dtype);
-  };
-  std::byte* const all = scratch_.listed.bytes((nodes_.world() + 1) * block);
-  std::byte* const mine = all + nodes_.world() * block;  // this rank's own
-  const int self = comm_.number(comm_.rank());
-  if (operation.collective == Collective::reduce_scatter) {
-    for (int r = 0; r < nodes_.world(); ++r) {
-      const std::int64_t n = bytes(blocks.inputs, r);
-      move_bytes(all + r * block, blocks.inputs.addresses[static_cast<std::size_t>(r)], n);
-      std::memset(all + r * block + n, 0, static_cast<std::size_t>(block - n));
-    }
-    Call equal = call;
-    equal.input = all;
-    equal.output = mine;
-    reduce_scatter(operation, equal);
-    return move_bytes(call.output, mine, bytes(blocks.inputs, self));
-  }
-  const std::int64_t n = bytes(blocks.outputs, self);
-  move_bytes(mine, call.input, n);
-  std::memset(mine + n, 0, static_cast<std::size_t>(block - n));
-  Call equal = call;
-  equal.input = mine;
-  equal.output = all;
-  all_gather(operation, equal);
-  for (int r = 0; r < nodes_.world(); ++r) {
-    move_bytes(blocks.outputs.addresses[static_cast<std::size_t>(r)], all + r * block,
-               bytes(blocks.outputs, r));
-  }
 }
 
 bool InternodeGroup::compressed(const Operation& operation, const Call& call) {

@@ -24,19 +24,23 @@
 // the sums are not encoded again.
 #pragma once
 
-#include <functional>
 #include <memory>
 
 #include "core/algorithms/stripes.h"
 #include "core/call.h"
+#include "core/errors.h"
 #include "core/record.h"
 #include "cpu/codecs/topk_comm.h"
 #include "cpu/internode/aggregate.h"
-#include "cpu/internode/blocks.h"
 #include "cpu/internode/link.h"
 #include "cpu/internode/stages.h"
 
 namespace pycomm::cpu {
+
+namespace p2p {
+class Engine;
+}
+struct CallBlocks;
 
 class InternodeGroup {
  public:
@@ -46,9 +50,8 @@ class InternodeGroup {
                  Clock::duration timeout);
 
   // Runs an operation whose algorithm has been chosen. For a compressed operation, returns true if
-  // a value was not finite. `messages` returns this rank's engine.
-  bool run(Operation operation, const Call& call, void (*interrupt)(),
-           const std::function<p2p::Engine*()>& messages);
+  // a value was not finite. `engine` is this rank's; it moves blocks.
+  bool run(const Operation& operation, const Call& call, void (*interrupt)(), p2p::Engine* engine);
 
   const Nodes& nodes() const { return nodes_; }
   // What this rank sent to other nodes and received from them in the last operation.
@@ -74,6 +77,7 @@ class InternodeGroup {
   bool owns_stripe() const { return link_ != nullptr; }
   void begin(const Operation& operation, void (*interrupt)());
   Operation phase(const Operation& operation, std::int64_t count) const;
+  static void move_bytes(void* to, const void* from, std::int64_t bytes);
 
   void all_reduce(const Operation& operation, const Call& call);
   void reduce_scatter(const Operation& operation, const Call& call);
@@ -81,8 +85,10 @@ class InternodeGroup {
   void broadcast(const Operation& operation, const Call& call);
   void barrier(const Operation& operation);
   void reduce(const Operation& operation, const Call& call);
-  void run_plain(const Operation& operation, const Call& call,
-                 const std::function<p2p::Engine*()>& messages, void (*interrupt)());
+  void run_plain(const Operation& operation, const Call& call, p2p::Engine* engine,
+                 void (*interrupt)());
+
+  // Blocks, in cpu/internode/blocks.cpp.
   void move_blocks(const Operation& operation, const Call& call, p2p::Engine& engine,
                    void (*interrupt)());
   void in_equal_blocks(const Operation& operation, const Call& call);

@@ -158,10 +158,10 @@ bool IncomingStream::progress() {
   return send_answers() || moved;
 }
 
-// At most about a frame with data, so that other ranks get their turn.
+// At most about a frame with data, so that other ranks get their turn, but all that the reader has.
 bool IncomingStream::read() {
   std::int64_t moved = 0;
-  while (moved < kStreamedBytes) {
+  while (moved < kStreamedBytes || reader_.has_more()) {
     const std::int64_t n = reader_.read(socket_, to_, missing_);
     if (n == 0) break;
     moved += n;

@@ -48,6 +48,8 @@ class Reader {
  public:
   // Reads as many bytes as there are now.
   std::int64_t read(Socket& socket, std::byte* to, std::int64_t bytes);
+  // True if bytes are left that the socket does not have any more, so that it does not tell of them.
+  bool has_more() const { return begin_ < end_; }
 
  private:
   static constexpr std::int64_t kBuffer = 16 << 10;

@@ -163,10 +163,10 @@ void mixed(int ranks, const Layout& layout) {
   World(ranks, layout).run(steps);
 }
 
-// Every operation of a group that spans nodes.
+// Every operation of a group that spans nodes, but those that move blocks.
 std::vector<Step> steps_between_nodes(int ranks, Dice& random) {
   std::vector<Step> steps;
-  for (int i = 0; i < 5; ++i) {
+  for (int i = 0; i <= static_cast<int>(Collective::reduce); ++i) {
     steps.push_back(plain_step(ranks, random));
     Operation& operation = steps.back().operation;
     operation.collective = static_cast<Collective>(i);

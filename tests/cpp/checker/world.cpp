@@ -154,7 +154,7 @@ void World::execute(int r, const Step& step) {
   Rank& mine = rank(r);
   const Buffers buffers = this->buffers(r, step);
   if (mine.internode != nullptr) {
-    mine.internode->run(step.operation, buffers.call, nullptr);
+    mine.internode->run(step.operation, buffers.call, nullptr, nullptr);
     mine.comm->finish();
   } else if (step.stripes) {
     run_stripes(*mine.comm, buffers);
