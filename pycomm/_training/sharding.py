@@ -34,11 +34,11 @@ from pycomm._training.shard_exchange import BucketReduceScatter
 from pycomm._training.shards import Shards
 from pycomm._training.strategy import Strategy
 from pycomm.compression import Compression, check_lossy_once
+from pycomm.group import Group
 
 if TYPE_CHECKING:
     from pycomm._training.buckets import WeightedMean
     from pycomm._training.hook_state import HookState
-    from pycomm.group import Group
 
 STAGES = ("optimizer", "gradients")
 

@@ -4,6 +4,7 @@ import ast
 import socket
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ assert model.module.weight.grad.tolist() == [[1.0] * 3] * 2
 }
 TELL = """
 import sys
+import typing
 for name, module in sorted(sys.modules.items()):
     if name.split(".")[0] == "pycomm":
         print("loaded", name, module.__file__)
@@ -140,6 +142,11 @@ def test_modules_are_attributes():
     assert not hasattr(pycomm, "nothing.in_it")
     with pytest.raises(ImportError):
         exec("from pycomm import nothing")
+
+
+def test_types_of_fields_can_be_looked_up():
+    """As programs do that read options from a file."""
+    assert typing.get_type_hints(pycomm.Sharding)["group"] == pycomm.Group | None
 
 
 def test_several_threads_may_be_the_first():
