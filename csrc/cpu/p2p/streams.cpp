@@ -183,15 +183,17 @@ void Streams::sleep(Clock::duration most) const {
   (void)ppoll(&sockets, 1, &limit, nullptr);
 }
 
+// One of the two connections shows that a rank has died: the kernel does not notice that a host is lost
+// on a connection with bytes under way to it. A rank that has left may still have messages here.
 std::optional<Streams::End> Streams::end_of(int rank, Clock::duration time) {
   const auto out = outgoing_.find(rank);
-  const bool has_out = out != outgoing_.end();
-  if (has_out && !out->second.ended()) return {};
-  if (has_out && !incoming_.contains(rank)) hear_all();  // its messages may wait here
+  const bool has_out = out != outgoing_.end(), out_ended = has_out && out->second.ended();
+  if (out_ended && !incoming_.contains(rank)) hear_all();  // its messages may wait here
   const auto in = incoming_.find(rank);
   const bool has_in = in != incoming_.end();
-  while (has_out && has_in && progress_with(incoming_, Kind::incoming, rank)) continue;
-  if ((!has_out && !has_in) || (has_in && !in->second.ended())) return {};
+  while (out_ended && has_in && progress_with(incoming_, Kind::incoming, rank)) continue;
+  const bool died = out_ended && !out->second.left();
+  if (!died && !(has_in ? in->second.ended() : out_ended)) return {};
   const bool left = (has_in && in->second.left()) || (has_out && out->second.left());
   const Clock::duration since = gone_since_.try_emplace(rank, time).first->second;
   if (left) return End::left;
