@@ -384,6 +384,50 @@ def test_bytes_that_are_no_frame(words):
         assert (outcome["error"], outcome["rank"]) == (pycomm.ProtocolError, 1), outcome
 
 
+def damage_a_large_message(group: pycomm.Group) -> object:
+    """Rank 0 has the announcement, and finds the damage when it accepts the message."""
+    x, large = torch.zeros(10), torch.zeros(100_000)
+    pycomm.barrier(group=group)
+    if group.rank == 1:
+        before = open_sockets()
+        request = pycomm.isend(large, 0, tag=5, group=group)
+        pycomm.send(x, 0, group=group)
+        (connection,) = set(open_sockets()) - set(before)
+        pycomm.barrier(group=group)
+        os.write(connection, b"\xff" * 64)
+        pycomm.barrier(group=group)
+        return failure(request.wait)
+    pycomm.recv(x, 1, group=group)
+    pycomm.barrier(group=group)
+    pycomm.barrier(group=group)
+    return failure(lambda: pycomm.recv(large, 1, tag=5, group=group))
+
+
+def test_bytes_that_are_no_frame_after_an_announcement():
+    for outcome in spanning.run([1, 1], damage_a_large_message, timeout=30):
+        assert (outcome["error"], outcome["rank"]) == (pycomm.ProtocolError, 1), outcome
+
+
+def lose_a_connection(group: pycomm.Group) -> object:
+    """As if rank 1's host were lost: one of the two connections ends."""
+    x = torch.zeros(10)
+    pycomm.barrier(group=group)
+    if group.rank == 1:
+        before = open_sockets()
+        pycomm.send(x, 0, group=group)
+        (connection,) = set(open_sockets()) - set(before)
+        with socket.socket(fileno=os.dup(connection)) as same:
+            same.shutdown(socket.SHUT_RDWR)
+        return failure(lambda: pycomm.barrier(group=group))
+    pycomm.recv(x, 1, group=group)
+    return failure(lambda: pycomm.recv(x, 1, group=group))
+
+
+def test_one_of_two_connections_ends():
+    for outcome in spanning.run([1, 1], lose_a_connection, timeout=30):
+        assert (outcome["error"], outcome["rank"]) == (pycomm.PeerDied, 1), outcome
+
+
 def fork_in_between(group: pycomm.Group) -> int:
     """A child outlives its parent, which the others must notice."""
     x = torch.zeros(10)

@@ -42,8 +42,8 @@ class PlainStages {
  public:
   // `owned` is the range of `data` that each node owns. `reduces`: owned elements become the sums
   // of all nodes' contributions, which each node has at the same place in its `data`. `gathers`:
-  // all nodes receive the owned elements, in place, or only node `to`. Tiles overlap only if they are reduced, so
-  // without that transfers are as large as they may be: each costs a wake-up.
+  // all nodes receive the owned elements, in place, or only node `to`. Tiles overlap only if they are
+  // reduced, so without that transfers are as large as they may be: each costs a wake-up.
   struct Work {
     std::byte* data;
     std::vector<Range> owned;

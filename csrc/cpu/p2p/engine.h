@@ -91,10 +91,10 @@ class Engine {
   bool guarded(Lock& lock, const std::function<bool()>& work);
   bool progress();
   bool progress_with(int r);  // by its index on this node
-  bool progress_between_nodes();
   void doze(Lock& lock, Clock::duration most);
   void look(Clock::time_point now);
   void look_for_the_gone(Clock::duration time);
+  void abort(std::uint64_t word, const std::string& cause);
   [[noreturn]] void stop_with(std::uint64_t word, const std::string& cause);
   bool needs(int rank, bool died) const;
   void check_gone(int rank, bool died);

@@ -24,8 +24,9 @@ namespace {
 
 constexpr int kFlags = SOCK_NONBLOCK | SOCK_CLOEXEC;
 
-// The kernel notices within seconds if the other host is lost. TCP_USER_TIMEOUT would also end the
-// connection to a rank that lives but does not receive, because it computes.
+// The kernel notices within seconds if the other host is lost, unless bytes are under way to it.
+// TCP_USER_TIMEOUT would also end the connection to a rank that lives but does not receive, because it
+// computes.
 constexpr std::pair<int, int> kTcpOptions[] = {
     {TCP_NODELAY, 1}, {TCP_KEEPIDLE, 1}, {TCP_KEEPINTVL, 1}, {TCP_KEEPCNT, 5}};
 

@@ -64,10 +64,8 @@ void Streams::expect(int source) {
 }
 
 void Streams::accept(const RequestPtr& receive, const Frame& announced, int source) {
-  IncomingStream& stream = incoming_.at(source);
-  stream.accept(receive, announced);
-  stream.progress();
-  watch(stream, Kind::incoming, source);
+  incoming_.at(source).accept(receive, announced);
+  progress_with(incoming_, Kind::incoming, source);
 }
 
 // Watches a stream for what it waits for.
@@ -140,6 +138,11 @@ bool Streams::let_in() {
   return moved;
 }
 
+void Streams::hear_all() {
+  let_in();
+  for (auto next = strangers_.begin(); next != strangers_.end();) hear((next++)->first);
+}
+
 // What does not come from a rank of the group is dropped without a word.
 bool Streams::hear(std::uint32_t number) {
   const auto found = strangers_.find(number);
@@ -180,13 +183,17 @@ void Streams::sleep(Clock::duration most) const {
   (void)ppoll(&sockets, 1, &limit, nullptr);
 }
 
+// One of the two connections shows that a rank has died: the kernel does not notice that a host is lost
+// on a connection with bytes under way to it. A rank that has left may still have messages here.
 std::optional<Streams::End> Streams::end_of(int rank, Clock::duration time) {
   const auto out = outgoing_.find(rank);
+  const bool has_out = out != outgoing_.end(), out_ended = has_out && out->second.ended();
+  if (out_ended && !incoming_.contains(rank)) hear_all();  // its messages may wait here
   const auto in = incoming_.find(rank);
-  const bool has_out = out != outgoing_.end(), has_in = in != incoming_.end();
-  const bool gone =
-      (has_out || has_in) && (!has_out || out->second.ended()) && (!has_in || in->second.ended());
-  if (!gone) return {};
+  const bool has_in = in != incoming_.end();
+  while (out_ended && has_in && progress_with(incoming_, Kind::incoming, rank)) continue;
+  const bool died = out_ended && !out->second.left();
+  if (!died && !(has_in ? in->second.ended() : out_ended)) return {};
   const bool left = (has_in && in->second.left()) || (has_out && out->second.left());
   const Clock::duration since = gone_since_.try_emplace(rank, time).first->second;
   if (left) return End::left;

@@ -35,8 +35,9 @@ class Streams {
   // Sleeps until that is possible or a rank of this node knocks, but for at most `most`.
   void sleep(Clock::duration most) const;
 
-  // How a rank has gone, if it has and this rank has connected with it. A rank that was gone before
-  // is taken for one that has left. `time` is the time in which this rank could run.
+  // How a rank has gone, if it has and this rank has connected with it, and all that it has sent has
+  // been taken. A rank that was gone before is taken for one that has left. `time` is the time in
+  // which this rank could run. Throws Malformed.
   enum class End { left, died };
   std::optional<End> end_of(int rank, Clock::duration time);
 
@@ -69,6 +70,7 @@ class Streams {
   bool progress_with(std::map<int, Direction>& streams, Kind kind, int rank);
   bool let_in();
   bool hear(std::uint32_t number);
+  void hear_all();
 
   Node& node_;
   Matcher& matcher_;

@@ -177,6 +177,9 @@ bool Engine::guarded(Lock& lock, const std::function<bool()>& work) {
     moved = work();
   } catch (const Stopped&) {
     fail(cause_);
+  } catch (const Streams::Malformed& error) {
+    abort(abort_word(Reason::malformed, error.rank), error.what());
+    fail(cause_);
   } catch (const std::exception& error) {
     node_.comm.abort(Reason::aborted, node_.rank());
     fail(error.what());
@@ -193,7 +196,8 @@ bool Engine::guarded(Lock& lock, const std::function<bool()>& work) {
 bool Engine::progress() {
   if (node_.requests.pending().empty()) return false;
   if (node_.comm.aborted() != 0) throw Stopped();
-  bool moved = progress_between_nodes();  // first, because this forgets knocks of this node's ranks
+  // First, because this forgets knocks of this node's ranks.
+  bool moved = streams_ && streams_->progress();
   for (int r = 0; r < node_.comm.size(); ++r) moved |= progress_with(r);
   return moved;
 }
@@ -209,18 +213,13 @@ bool Engine::progress_with(int r) {
   }
 }
 
-bool Engine::progress_between_nodes() {
-  if (!streams_) return false;
-  try {
-    return streams_->progress();
-  } catch (const Streams::Malformed& error) {
-    stop_with(abort_word(Reason::malformed, error.rank), error.what());
-  }
+void Engine::abort(std::uint64_t word, const std::string& cause) {
+  node_.comm.abort(word);
+  if (node_.comm.aborted() == word) cause_ = cause;
 }
 
 void Engine::stop_with(std::uint64_t word, const std::string& cause) {
-  node_.comm.abort(word);
-  if (node_.comm.aborted() == word) cause_ = cause;
+  abort(word, cause);
   throw Stopped();
 }
 
@@ -246,7 +245,6 @@ void Engine::look_for_the_gone(Clock::duration time) {
   }
   for (int rank = 0; streams_ && rank < world(); ++rank) {
     if (!streams_->reach(rank)) continue;
-    while (streams_->end_of(rank, time) && progress_between_nodes()) continue;
     const std::optional<Streams::End> end = streams_->end_of(rank, time);
     end ? check_gone(rank, *end == Streams::End::died) : void(++here);
   }
