@@ -13,7 +13,7 @@ import torch  # noqa: F401 - its libraries must be loaded before ours
 
 import pycomm_backend
 from pycomm import ops  # noqa: F401 - torch.compile and others look for its kernels
-from pycomm._lazy import lazy_names
+from pycomm._names import lazy_names
 from pycomm._runtime import lifetime  # noqa: F401 - its exit handler comes after the program's own
 
 __version__ = "0.1.0"

@@ -24,7 +24,7 @@ from pycomm._inputs import (
     process_group_of,
     seconds,
 )
-from pycomm._retired import refuse_retired
+from pycomm._names import refuse_retired
 from pycomm._runtime import log, rendezvous
 from pycomm._runtime.torch_private import backends_of, store_of
 from pycomm.errors import CollectiveError

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from pycomm._inputs import check_memory
-from pycomm._retired import refuse_retired
+from pycomm._names import refuse_retired
 from pycomm._runtime import host
 from pycomm._runtime.torch_private import (
     backward_id,
@@ -32,7 +32,13 @@ from pycomm._training.agree import largest, sync_initial_state
 from pycomm._training.buckets import WeightedMean, broadcast_all
 from pycomm._training.comm_state import CommState, check_successor
 from pycomm._training.hook_state import HookState
-from pycomm._training.parameters import common_buffers, common_parameters, ignored
+from pycomm._training.parameters import (
+    common_buffers,
+    common_parameters,
+    ignored,
+    is_averaged,
+    known_of,
+)
 from pycomm._training.reducer import Reducer, tensors_in
 from pycomm._training.strategy import Strategy
 from pycomm._training.wrapper import ModuleProxy
@@ -131,6 +137,7 @@ class DataParallel(ModuleProxy):
         else:
             given = {"compression": compression, "group": group, "grad_scaler": grad_scaler}
             _check_state(state, module, given)
+            _check_unshared(state, module, sharding is not None)
         super().__init__(module)
         self.comm_state: CommState | LocalSGDState = state
         self.require_backward_grad_sync = True
@@ -528,6 +535,22 @@ def _check_state(state: object, module: nn.Module, given: Mapping[str, object]) 
         if value is not None:
             raise ValueError(f"{name} must be given to the state where there is one")
     state.check_module(module)
+
+
+def _check_unshared(state: CommState | LocalSGDState, module: nn.Module, shards: bool) -> None:
+    """Raises ValueError if another module's wrapper has the state, and one of the two shards.
+
+    A sharded wrapper moves the residuals, and counts the steps of its own parameters only.
+    """
+    own = set(map(id, module.parameters()))
+    for known in state._parameters.tensors:
+        is_sharded = known_of(known).part is not None
+        if id(known) not in own and is_averaged(known) and (shards or is_sharded):
+            raise ValueError(
+                "with shard, state must be of one wrapper, got one with "
+                f"{state._parameters[known].name}, which another pycomm.DataParallel averages: "
+                "make a state for each"
+            )
 
 
 @not_compiled

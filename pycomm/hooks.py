@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.futures import Future
 
-from pycomm._lazy import lazy_names
+from pycomm._names import lazy_names
 from pycomm._runtime.torch_private import GradBucket
 from pycomm._training.comm_state import CommState, NamedParameters
 from pycomm._training.hook_state import HookState, comm_hook

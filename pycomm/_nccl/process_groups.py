@@ -230,21 +230,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # A rank's connections to other nodes over NCCL, and its operations on them.
 
 
-class Collective(Protocol):
-    """Runs a collective over NCCL."""
-
-    def __call__(
-        self,
-        span: InternodeProcessGroups,
-        source: torch.Tensor,
-        result: torch.Tensor,
-        op: str,
-        *,
-        algorithm: str,
-        root: int,
-        async_op: bool,
-    ) -> Any:
-        """Takes the arguments of :func:`pycomm._work.launch`."""
+# Runs a collective over NCCL; takes the connections, and arguments of pycomm._work.launch().
+Collective: TypeAlias = "Callable[..., Any]"
 
 
 class InternodeProcessGroups:

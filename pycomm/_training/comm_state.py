@@ -31,10 +31,7 @@ from pycomm._training.hook_state import HookState, move_into_window
 from pycomm._training.parameters import (
     Exclude,
     Parameters,
-    as_real,
     common_parameters,
-    dense_strides,
-    same_places,
 )
 from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm._work import Work
@@ -87,7 +84,6 @@ class LossScale:
 
 # Attributes of this process or of a running exchange; copies and pickles leave them out.
 _NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed")
-
 
 LOCAL_SGD, UNKNOWN = "local SGD", "unknown"  # kinds of saved states; earlier versions saved no kind
 
@@ -199,8 +195,8 @@ class CommState(HookState):
     def follow_formats(self, parameters: Sequence[torch.Tensor]) -> None:
         """See :meth:`HookState.follow_formats`."""
         for parameter in parameters if self._residuals else ():
-            entry, strides = self._parameters[parameter], dense_strides(as_real(parameter))
-            if not same_places(entry.shape, strides, entry.strides):
+            entry = self._parameters[parameter]
+            if (strides := entry.changed_strides(parameter)) is not None:
                 self._residuals.reorder(entry, strides)
 
     def start(

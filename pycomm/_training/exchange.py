@@ -23,7 +23,7 @@ from pycomm._inputs import check_compressible, operation_of
 from pycomm._runtime.log import operations
 from pycomm._runtime.ranges import record_range
 from pycomm._runtime.torch_private import queue_callback
-from pycomm._training.parameters import Entry, Parameters, as_real, dense_strides, same_places
+from pycomm._training.parameters import Entry, Parameters
 from pycomm._work import Work
 from pycomm.errors import PycommError
 
@@ -255,21 +255,15 @@ class Planner:
         """
         entries = self._parameters.of(parameters)
         for parameter, entry in zip(parameters, entries, strict=True):
-            if parameter.stride() != entry.strides:
-                self._follow_format(parameter, entry, rebuilt)
+            strides = entry.changed_strides(parameter)
+            if strides is not None:
+                if not rebuilt or id(parameter) not in self._planned:
+                    raise ValueError(
+                        f"parameters must keep their memory format under DistributedDataParallel, "
+                        f"but {entry.name!r} has another one since: change it before wrapping"
+                    )
+                self._residuals.reorder(entry, strides)
             self._planned.add(id(parameter))
-
-    def _follow_format(self, parameter: torch.Tensor, entry: Entry, rebuilt: bool) -> None:
-        real = as_real(parameter)
-        strides = dense_strides(real)
-        if real.stride() == entry.strides or same_places(entry.shape, strides, entry.strides):
-            return
-        if not rebuilt or id(parameter) not in self._planned:
-            raise ValueError(
-                f"parameters must keep their memory format under DistributedDataParallel, "
-                f"but {entry.name!r} has another one since: change it before wrapping"
-            )
-        self._residuals.reorder(entry, strides)
 
     def _parts(
         self,

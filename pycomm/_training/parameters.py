@@ -59,6 +59,16 @@ class Entry:
         """A flat part of a bucket, viewed in the parameter's shape."""
         return part.as_strided(self.shape, self.strides)
 
+    def changed_strides(self, parameter: torch.Tensor) -> tuple[int, ...] | None:
+        """The strides of a gradient in the parameter's present format; None if they are the same.
+
+        Other strides are the same if they place elements alike.
+        """
+        if parameter.stride() == self.strides:
+            return None
+        strides = dense_strides(as_real(parameter))
+        return None if same_places(self.shape, strides, self.strides) else strides
+
 
 class Parameters:
     """The parameters of a model that require gradients, in the model's order.

@@ -29,7 +29,7 @@ from pycomm._training.comm_state import CommState
 from pycomm._training.exchange import dense_wire_bytes, launching
 from pycomm._training.flat import Memory, home_of
 from pycomm._training.grad_shards import GradShardBuffers
-from pycomm._training.parameters import common_parameters, is_averaged, part_of
+from pycomm._training.parameters import common_parameters, part_of
 from pycomm._training.shard_exchange import BucketReduceScatter
 from pycomm._training.shards import Shards
 from pycomm._training.strategy import Strategy
@@ -123,14 +123,6 @@ def check_sharding(
     divides = group if sharding.group is None else sharding.group
     _check_device(exchanged, divides)
     assert isinstance(state, CommState)
-    own = set(map(id, module.parameters()))
-    for known in state._parameters.tensors:
-        if id(known) not in own and is_averaged(known):
-            raise ValueError(
-                "with shard, state must be of one wrapper, got one with "
-                f"{state._parameters[known].name}, which another pycomm.DataParallel averages: "
-                "make a state for each"
-            )
     plain = state.compression is None and divides is group
     if sharding.stage == "gradients" and not plain:
         raise ValueError(
@@ -258,8 +250,8 @@ class ShardOptimizer(Strategy):
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """See :meth:`Strategy.prepare`."""
-        sizes = [(b.flat.itemsize, p.numel()) for b in buckets for p in b.parameters]
-        self._gradient_bytes = sum(itemsize * count for itemsize, count in sizes)
+        sizes = (b.flat.itemsize * p.numel() for b in buckets for p in b.parameters)
+        self._gradient_bytes = sum(sizes)
         self.shards.assign(bucket.parameters for bucket in buckets)
         if self._scatter is not None:
             self._scatter.place_residuals(self.shards.blocks.values())

@@ -2,13 +2,14 @@
 
 `cli` is the command line, and `launch` starts the ranks.
 
-What is measured: `collectives`, `codecs`, `optimizers`, training steps (`training`), exchange and
-optimizer step together (`sharding`), and operations of torch.distributed (`c10d`). Each module has
-its settings, its contestants, the row of its table, and a ``run``.
+The modules `collectives`, `codecs` and `optimizers` measure their subjects. `training` measures
+steps, `sharding` the exchange together with the optimizer's step, and `c10d` the operations of
+torch.distributed. Each has settings, contestants, the row of a table, and a ``run``.
 
-What they share: `measure` times contestants in interleaved rounds, `streams` adds the time that
-memory alone takes, `verify` checks results first, and `report` prints the table and writes JSON.
-`peers` are the other libraries. Collectives also have `contestants`, a `floor`, and a `plot`.
+They share the other modules. `measure` times contestants in interleaved rounds, `streams` adds the
+time that memory alone takes, `verify` checks results first, and `report` prints the table and
+writes JSON. `peers` are the other libraries. Collectives also have `contestants`, a `floor`, and a
+`plot`.
 
 `gpu` has command lines of its own, which time every kernel on a GPU.
 """

@@ -268,12 +268,11 @@ class EmulatedLink:
         self,
         buffer: torch.Tensor,
         parameters: Sequence[torch.Tensor],
-        backward: int = -1,
-        *,
-        begins: Sequence[int] | None = None,
+        *backward: int,
+        **options: Any,
     ) -> Future[Any]:
-        bucket = buffer, parameters, begins
-        future = self._start(buffer, parameters, backward, begins=begins)
+        bucket = buffer, parameters, options.get("begins")
+        future = self._start(buffer, parameters, *backward, **options)
         if self._state.step != self._step:
             self._step, self.buckets = self._state.step, []
         self.buckets.append(bucket)

@@ -7,7 +7,7 @@
     )
 """
 
-from pycomm._lazy import lazy_names
+from pycomm._names import lazy_names
 
 # The modules that define the names; __init__.pyi has them for type checkers.
 _HOMES = {

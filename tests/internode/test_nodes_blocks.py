@@ -126,7 +126,7 @@ def test_reduce_in_processes():
 
 
 def test_the_bytes_between_nodes(world):
-    """What is sent is what is predicted: each block that leaves a node leaves it once."""
+    """The traffic is as predicted: each block crosses the link of its node at most once."""
 
     def body(group):
         n, count, seen = group.size, 5000, []

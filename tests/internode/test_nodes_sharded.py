@@ -125,16 +125,18 @@ def small_bias(name: str, parameter: torch.Tensor) -> bool:  # noqa: ARG001
     return name.endswith("bias")
 
 
-def test_a_state_of_two_wrappers_is_refused():
+@pytest.mark.parametrize("shards", [("optimizer",) * 2, ("optimizer", None), (None, "optimizer")])
+def test_a_state_of_two_wrappers_is_refused_if_one_of_them_shards(shards):
     def body(group: pycomm.Group) -> None:
         net = copy.deepcopy(NET)
         state = pycomm.hooks.Int8State(net.named_parameters(), group=group)
-        first = pycomm.DataParallel(net[0], state=state, shard="optimizer")
+        first = pycomm.DataParallel(net[0], state=state, shard=shards[0])
         with pytest.raises(
             ValueError, match=r"state must be of one wrapper, got one with 0\.weight"
         ):
-            pycomm.DataParallel(net[1], state=state, shard="optimizer")
+            pycomm.DataParallel(net[1], state=state, shard=shards[1])
         backward(first)
+        first = pycomm.DataParallel(net[0], state=state, shard=shards[0])  # the same module again
 
     with pycomm.LocalWorld(2, nodes=(1, 1), timeout=20) as world:
         world.run(body)

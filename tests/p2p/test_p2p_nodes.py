@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import helpers
@@ -364,6 +365,25 @@ def test_strangers():
     spanning.run([1, 1], visit, timeout=30)
 
 
+def opened_since(before: Sequence[int]) -> int:
+    """The TCP connection that this rank has opened; meanwhile it may have accepted others.
+
+    An accepted connection has the port of the socket that listens.
+    """
+    listening, made = set(), {}
+    for number in open_sockets():
+        with socket.socket(fileno=os.dup(number)) as same:
+            if same.family == socket.AF_UNIX:
+                continue
+            port = same.getsockname()[1]
+            if same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.add(port)
+            elif number not in before:
+                made[number] = port
+    (opened,) = (number for number, port in made.items() if port not in listening)
+    return opened
+
+
 def damage(group: pycomm.Group, words: bytes) -> object:
     """Rank 1 sends rank 0 bytes that are no frame, on a connection that it has opened."""
     x = torch.zeros(10)
@@ -371,7 +391,7 @@ def damage(group: pycomm.Group, words: bytes) -> object:
     if group.rank == 1:
         before = open_sockets()
         pycomm.send(x, 0, group=group)
-        (connection,) = set(open_sockets()) - set(before)
+        connection = opened_since(before)
         os.write(connection, words)
         return failure(lambda: pycomm.recv(x, 0, group=group))
     pycomm.recv(x, 1, group=group)
@@ -392,7 +412,7 @@ def damage_a_large_message(group: pycomm.Group) -> object:
         before = open_sockets()
         request = pycomm.isend(large, 0, tag=5, group=group)
         pycomm.send(x, 0, group=group)
-        (connection,) = set(open_sockets()) - set(before)
+        connection = opened_since(before)
         pycomm.barrier(group=group)
         os.write(connection, b"\xff" * 64)
         pycomm.barrier(group=group)
@@ -415,7 +435,7 @@ def lose_a_connection(group: pycomm.Group) -> object:
     if group.rank == 1:
         before = open_sockets()
         pycomm.send(x, 0, group=group)
-        (connection,) = set(open_sockets()) - set(before)
+        connection = opened_since(before)
         with socket.socket(fileno=os.dup(connection)) as same:
             same.shutdown(socket.SHUT_RDWR)
         return failure(lambda: pycomm.barrier(group=group))

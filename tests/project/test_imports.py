@@ -134,7 +134,7 @@ def test_names_can_be_imported_at_once():
 
 
 def test_modules_are_attributes():
-    """Of the package, also if nobody has imported them."""
+    """Modules are attributes of the package, even if no program has imported them."""
     code = "import pycomm; print(pycomm.errors.Timeout is pycomm.Timeout, pycomm._init._default)"
     assert run_python(code).split() == ["True", "None"]
     with pytest.raises(AttributeError, match=r"no attribute .nothing.$"):

@@ -16,6 +16,9 @@ struct BlockTable {
   BlockTable(const Blocks& blocks, const void* begin, const Operation& operation, int ranks);
 
   std::int64_t largest() const;
+  std::int64_t bytes(int rank, DType dtype) const {
+    return counts[static_cast<std::size_t>(rank)] * size_of(dtype);
+  }
 
   std::vector<std::byte*> addresses;
   std::vector<std::int64_t> counts;  // elements of the operation's dtype

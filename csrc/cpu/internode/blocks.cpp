@@ -133,15 +133,12 @@ void InternodeGroup::fail_together(const Operation& operation, const CollectiveE
 void InternodeGroup::in_equal_blocks(const Operation& operation, const Call& call) {
   const std::int64_t block = operation.count * size_of(operation.dtype);
   const CallBlocks blocks(call, operation, nodes_.world());
-  const auto bytes = [&](const BlockTable& table, int r) {
-    return table.counts[static_cast<std::size_t>(r)] * size_of(operation.dtype);
-  };
   std::byte* const all = scratch_.listed.bytes((nodes_.world() + 1) * block);
   std::byte* const mine = all + nodes_.world() * block;  // this rank's own
   const int self = comm_.number(comm_.rank());
   if (operation.collective == Collective::reduce_scatter) {
     for (int r = 0; r < nodes_.world(); ++r) {
-      const std::int64_t n = bytes(blocks.inputs, r);
+      const std::int64_t n = blocks.inputs.bytes(r, operation.dtype);
       move_bytes(all + r * block, blocks.inputs.addresses[static_cast<std::size_t>(r)], n);
       std::memset(all + r * block + n, 0, static_cast<std::size_t>(block - n));
     }
@@ -149,9 +146,9 @@ void InternodeGroup::in_equal_blocks(const Operation& operation, const Call& cal
     equal.input = all;
     equal.output = mine;
     reduce_scatter(operation, equal);
-    return move_bytes(call.output, mine, bytes(blocks.inputs, self));
+    return move_bytes(call.output, mine, blocks.inputs.bytes(self, operation.dtype));
   }
-  const std::int64_t n = bytes(blocks.outputs, self);
+  const std::int64_t n = blocks.outputs.bytes(self, operation.dtype);
   move_bytes(mine, call.input, n);
   std::memset(mine + n, 0, static_cast<std::size_t>(block - n));
   Call equal = call;
@@ -160,7 +157,7 @@ void InternodeGroup::in_equal_blocks(const Operation& operation, const Call& cal
   all_gather(operation, equal);
   for (int r = 0; r < nodes_.world(); ++r) {
     move_bytes(blocks.outputs.addresses[static_cast<std::size_t>(r)], all + r * block,
-               bytes(blocks.outputs, r));
+               blocks.outputs.bytes(r, operation.dtype));
   }
 }
 

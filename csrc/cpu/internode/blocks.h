@@ -44,7 +44,7 @@ class BlockMessages {
   std::byte* source(int rank) const;
   std::byte* target(int rank) const;
   std::int64_t bytes(const BlockTable& table, int rank) const {
-    return table.counts[static_cast<std::size_t>(rank)] * size_of(operation_.dtype);
+    return table.bytes(rank, operation_.dtype);
   }
   int self() const { return comm_.number(comm_.rank()); }
   bool is(Collective collective) const { return operation_.collective == collective; }

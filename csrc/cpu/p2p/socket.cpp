@@ -65,7 +65,7 @@ struct SystemAddress {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
 };
 
-// True if nobody listens, and the kernel has chosen the very port for this side.
+// True if the socket has connected to itself, as can happen if no process listens.
 bool is_connected_with_itself(int fd) {
   sockaddr_storage mine = {}, theirs = {};
   socklen_t my_length = sizeof(mine), their_length = sizeof(theirs);

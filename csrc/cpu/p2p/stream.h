@@ -96,7 +96,7 @@ class OutgoingStream : public Stream {
   std::deque<RequestPtr> queued_;                  // not announced yet
   std::map<std::uint64_t, RequestPtr> announced_;  // not accepted yet
   std::deque<Accepted> accepted_;
-  // What is being written: an introduction or a frame, and the frame's payload.
+  // The piece that is being written: an introduction, or a frame with its payload.
   std::array<std::byte, sizeof(Frame)> head_;
   std::int64_t head_bytes_ = 0;
   const std::byte* payload_ = nullptr;
@@ -137,7 +137,7 @@ class IncomingStream : public Stream {
   std::map<std::uint64_t, Delivery> deliveries_;
   std::deque<Answer> answers_;
   std::int64_t answered_ = 0;  // bytes of the first answer
-  // What is being read: a frame, or its payload.
+  // The piece that is being read: a frame, or the payload of one.
   Frame frame_;
   bool in_payload_ = false;
   std::byte* to_ = reinterpret_cast<std::byte*>(&frame_);

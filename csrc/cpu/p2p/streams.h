@@ -58,7 +58,7 @@ class Streams {
     std::array<std::byte, sizeof(Introduction)> said;
     std::size_t heard;
   };
-  // What is watched.
+  // The sockets that poll_ watches.
   enum class Kind : std::uint32_t { port, knocker, stranger, outgoing, incoming };
 
   OutgoingStream& to(int rank);
