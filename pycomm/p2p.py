@@ -24,6 +24,7 @@ _ELEMENTS = {
     if hasattr(torch, name)
 }
 _TAGS = range(-(1 << 31), 1 << 31)
+OWN_TAG = _TAGS[0]  # of the library's messages
 
 
 class Request:

@@ -23,10 +23,9 @@ import torch
 from pycomm import _C
 from pycomm._runtime import host
 from pycomm._training.agree import gather_rows
-from pycomm._work import launch
+from pycomm.p2p import OWN_TAG, irecv, isend
 
 if TYPE_CHECKING:
-    from pycomm._work import Work, launch
     from pycomm.group import Group
 
 _LINE = 64  # bytes
@@ -332,14 +331,6 @@ def _open_file(pid: int, number: int, inode: int, at_end: contextlib.ExitStack) 
 #
 # If a step does not count, a rank goes back to its copies. The parameters may be partly new on
 # every rank that has begun the step, so the ranks with copies send them to all.
-#
-# No operation between nodes sends to one rank only. So an all-gather sends the tensors piece by
-# piece, and a rank keeps its ward's. With 2 nodes this moves no more than needed: each node
-# receives the tensors of the other node. With m nodes, each receives those of m - 1 nodes.
-
-_PIECES_BYTES = 8 << 20  # of all ranks together
-_SMALLEST_PIECE = 64 << 10  # bytes
-_AHEAD = 2  # all-gathers at a time
 
 
 class InternodeReplicas(Replicas):
@@ -357,14 +348,12 @@ class InternodeReplicas(Replicas):
         self._buddies = buddies(self._group.nodes)
         self._ward = self._buddies.index(self._rank)
         self.copied = (self._rank, self._ward)
-        size, all_ranks = self._group.size, range(self._group.size)
-        self._bytes = length = max(places_of(kinds, rank, 0)[-1] for rank in all_ranks)
-        self._piece = min(max(_PIECES_BYTES // size, _SMALLEST_PIECE), max(length, 1))
+        length = max(places_of(kinds, rank, 0)[-1] for rank in range(self._group.size))
         ends = [4 * length]
         for rank in self.copied:
             ends.append(places_of(parameters, rank, ends[-1])[-1])
         try:  # all in one storage, so that memory_report() counts all of it
-            memory = host.zeros(ends[-1] + _AHEAD * size * self._piece, dtype=torch.uint8)
+            memory = host.zeros(ends[-1], dtype=torch.uint8)
         except RuntimeError as raised:  # torch's error if there is no memory
             return raised
         self._now, self._before, *wards = memory[: ends[0]].view(4, length)
@@ -376,7 +365,6 @@ class InternodeReplicas(Replicas):
             rank: views_in(memory, parameters, rank, begin)
             for rank, begin in zip(self.copied, ends, strict=False)
         }
-        self._rooms = memory[ends[-1] :].view(_AHEAD, size * self._piece)
         return None
 
     def begin_step(self, parameters: Mapping[int, Sequence[torch.Tensor]]) -> None:
@@ -395,24 +383,11 @@ class InternodeReplicas(Replicas):
 
     def _send(self) -> None:
         """Sends this rank's tensors to its buddy, and receives the next ones of its ward."""
-        works: list[tuple[Work, torch.Tensor, int]] = []
-        for number, begin in enumerate(range(0, self._bytes, self._piece)):
-            if len(works) == _AHEAD:
-                self._receive(*works.pop(0))
-            source = self._now[begin : begin + self._piece]
-            room = self._rooms[number % _AHEAD, : len(source) * self._group.size]
-            work = launch(
-                self._group, "all_gather", source, room, source.shape,
-                label="states to their replicas", async_op=True,
-            )  # fmt: skip
-            works.append((work, room.view(self._group.size, -1), begin))
-        for each in works:
-            self._receive(*each)
-
-    def _receive(self, work: Work, pieces: torch.Tensor, begin: int) -> None:
-        work.wait()
-        piece = pieces[self._ward]
-        self._wards[1][0][begin : begin + len(piece)] = piece
+        buddy = self._buddies[self._rank]
+        received = irecv(self._wards[1][0], self._ward, tag=OWN_TAG, group=self._group)
+        sent = isend(self._now, buddy, tag=OWN_TAG, group=self._group)
+        sent.wait()
+        received.wait()
 
     @property
     def ranks_in_step(self) -> list[int]:

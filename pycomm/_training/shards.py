@@ -33,7 +33,7 @@ from pycomm._training.shard_exchange import Blocks, ParamAllGather, Spread, enco
 from pycomm._training.step_guard import Snapshot, StepGuard
 from pycomm._work import launch
 from pycomm.collectives import all_reduce, broadcast
-from pycomm.p2p import recv, send
+from pycomm.p2p import OWN_TAG, recv, send
 
 if TYPE_CHECKING:
     from pycomm.compression import Compression
@@ -55,7 +55,6 @@ class OwnedRange(NamedTuple):
 # Shards: which rank holds the optimizer states of which elements of a model.
 
 _LINE = 64  # bytes
-_TAG = -(1 << 31)  # of messages between ranks, apart from the user's
 
 
 class OwnGradients(Protocol):
@@ -182,9 +181,6 @@ class Part(NamedTuple):
             to: the only rank that gets the elements; None for all. Others get an empty tensor.
         """
         group = self.group
-        if to is not None and len(group.nodes) > 1:  # messages do not leave a node
-            whole = self.gather(own, like, unit)
-            return whole if to == group.rank else own.new_empty(0)
         receives = to in (None, group.rank)
         whole = torch.empty_like(like, dtype=own.dtype) if receives else own.new_empty(0)
         flat = whole.as_strided((whole.numel(),), (1,))
@@ -203,11 +199,11 @@ class Part(NamedTuple):
                 continue  # it has copied them
             elif receives:
                 received = torch.empty_like(data, device="cpu") if data.is_cuda else data
-                recv(received, rank, tag=_TAG, group=group)
+                recv(received, rank, tag=OWN_TAG, group=group)
                 if data.is_cuda:
                     data.copy_(received)
             elif rank == group.rank:
-                send(data.cpu(), to, tag=_TAG, group=group)
+                send(data.cpu(), to, tag=OWN_TAG, group=group)
         return whole
 
 

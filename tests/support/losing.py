@@ -57,16 +57,14 @@ def die_at(moment: str | float, training: Training) -> None:
     """Makes this rank die in its next step, or so many seconds later and before it goes on."""
     if moment == "backward":
         training.model.module.parts[2].register_hook(kill)
-    elif moment == "replicating":  # in the first step
-        before_second_call(replicas, "launch")
     elif moment == "copying":
         InternodeReplicas.begin_step = kill
     elif moment == "publishing":  # others may have some of its new parameters
         before_second_call(shard_exchange, "launch")
     elif moment == "updated":
         after(OnSpanningShards, "run")
-    elif moment == "sending":
-        before_second_call(replicas, "launch")
+    elif moment in ("replicating", "sending"):  # in the first step, in another one
+        after(replicas, "isend")
     elif moment == "sent":
         after(InternodeReplicas, "_send")
     elif moment == "decided":
@@ -91,14 +89,12 @@ def survive(group: pycomm.Group, deaths: Deaths, options: dict[str, Any]) -> Any
     Args:
         group: the ranks.
         deaths: for each victim, the step and the moment of its death.
-        options: those of :class:`Training`; `piece`, how many bytes of states are sent at a time.
+        options: those of :class:`Training`.
 
     Returns:
         For each loss the number of steps that count, the ranks that are left and the sizes of their
         nodes; the state.
     """
-    piece = options.pop("piece", 1000)  # so small that there are several
-    replicas._PIECES_BYTES = replicas._SMALLEST_PIECE = piece
     training, number, step = Training(group, replicas=2, **options), group.rank, 0
     when, moment = deaths.get(number, (-1, ""))
     losses = [(0, group.ranks, list(map(len, group.nodes)))]
@@ -129,7 +125,6 @@ def check(nodes: list[int] | str, deaths: Deaths, **options: Any) -> list[int]:
         outcomes = ranks.wait_for([rank for rank in range(size) if rank not in deaths])
     losses, state = common_end(outcomes)
     steps = [(count, left) for count, left, _ in losses]
-    options.pop("piece", None)
     expected = expect(steps, nodes=[counts for _, _, counts in losses], **options)
     assert sharding.difference(expected, state) is None
     return [count for count, _ in steps[1:]]

@@ -144,7 +144,7 @@ def killed_at_random(seed):
     node = [rank for rank, name in enumerate(names) if name == names[victim]]
     deaths = dict.fromkeys(rng.choice([node, [victim]]), (3, when))
     shard = rng.choice(["optimizer", "gradients"])
-    options = {"elements": 100_000, "states": "8bit", "shard": shard, "piece": 50_000}
+    options = {"elements": 100_000, "states": "8bit", "shard": shard}
     check(nodes, deaths, **options)
 
 
