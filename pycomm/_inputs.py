@@ -6,18 +6,20 @@ import functools
 import multiprocessing
 import numbers
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.utils.data import get_worker_info
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import DLDeviceType, from_dlpack
 
 from pycomm import _C
 from pycomm._runtime.torch_private import internal_overlap, local_tensor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # The supported dtypes, reductions and algorithms, as C++ knows them.
 
@@ -314,14 +316,21 @@ def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, (list, tuple))
 
 
-# Converts arrays of other libraries to tensors that share their memory.
+# Converts arrays of other libraries to tensors that share their memory, and new tensors to arrays.
 
 
 def as_tensor(argument: str, value: Any, *, written: bool) -> torch.Tensor:
-    """The tensor itself, or a tensor that shares the memory of a DLPack array (NumPy, CuPy)."""
+    """The tensor itself, or a tensor that shares the memory of an array.
+
+    Args:
+        argument: the argument's name.
+        value: a tensor; or an array of NumPy, CuPy or another library, with ``__dlpack__`` or
+            ``__cuda_array_interface__``.
+        written: the operation writes it, so an array must not be read-only.
+    """
     if isinstance(value, torch.Tensor):
         return value
-    if not hasattr(value, "__dlpack__"):
+    if not is_array(value):
         number = isinstance(value, numbers.Number)
         raise TypeError(
             f"{argument} must be a torch.Tensor or an array with __dlpack__, "
@@ -329,12 +338,95 @@ def as_tensor(argument: str, value: Any, *, written: bool) -> torch.Tensor:
         )
     if any(stride < 0 for stride in getattr(value, "strides", None) or ()):
         raise ValueError(f"{argument} must not have negative strides, which torch lacks")
-    if written and not getattr(getattr(value, "flags", None), "writeable", True):
+    if written and _is_read_only(value):
         raise ValueError(f"{argument} must be writable, got a read-only array")
     try:
-        return from_dlpack(value)
-    except (BufferError, RuntimeError) as error:
+        if hasattr(value, "__dlpack__"):
+            return from_dlpack(value)
+        tensor = torch.as_tensor(value, device="cuda")
+    except (BufferError, RuntimeError, TypeError) as error:
         raise ValueError(f"{argument} must be an array that torch can take: {error}") from error
+    if tensor.numel() and tensor.data_ptr() != value.__cuda_array_interface__["data"][0]:
+        raise ValueError(f"{argument} must lie on the current device, {tensor.device}")
+    return tensor
+
+
+def is_array(value: Any) -> bool:
+    """True for an array of another library."""
+    return hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
+
+
+def like_input(given: Any, made: torch.Tensor) -> Any:
+    """A new tensor as an array of the library that `given` is from, sharing the memory."""
+    if isinstance(given, torch.Tensor):
+        return made
+    if hasattr(given, "__array_namespace__"):
+        library = given.__array_namespace__()
+    else:
+        library = sys.modules.get(type(given).__module__.partition(".")[0])
+    convert = getattr(library, "from_dlpack", None)
+    return made if convert is None else convert(_Exported(made))
+
+
+class _Exported:
+    """A tensor that another library may take without an order of streams.
+
+    The tensor's work is on that library's own stream already (`on_stream_of_arrays()`), and torch
+    refuses some of their streams.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
+        return self._tensor.__dlpack__(stream=-1 if self._tensor.is_cuda else None, **options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._tensor.__dlpack_device__()
+
+
+def _is_read_only(array: Any) -> bool:
+    if not getattr(getattr(array, "flags", None), "writeable", True):
+        return True
+    interface = getattr(array, "__cuda_array_interface__", None)
+    return interface is not None and bool(interface["data"][1])
+
+
+_CUDA_MEMORY = (DLDeviceType.kDLCUDA, DLDeviceType.kDLCUDAManaged)
+
+
+def on_stream_of_arrays(function: _Function) -> _Function:
+    """Makes a function enqueue its work where the libraries of its CUDA arrays enqueue theirs."""
+
+    @functools.wraps(function)
+    def on_their_stream(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        given += [each for value in given if is_list(value) for each in value]
+        arrays = [value for value in given if _is_on_cuda(value)]
+        if not arrays:
+            return function(*args, **kwargs)
+        from pycomm._runtime.array_streams import on_stream_of
+
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        with on_stream_of(arrays, tensors):
+            made = function(*args, **kwargs)
+        if hasattr(made, "finish_in"):  # a Work
+            made.finish_in(lambda: on_stream_of(arrays, tensors))
+        return made
+
+    return cast("_Function", on_their_stream)
+
+
+def _is_on_cuda(value: Any) -> bool:
+    """True for an array of another library on a CUDA device."""
+    if isinstance(value, torch.Tensor):
+        return False
+    if hasattr(value, "__dlpack_device__"):
+        return int(value.__dlpack_device__()[0]) in (
+            DLDeviceType.kDLCUDA,
+            DLDeviceType.kDLCUDAManaged,
+        )
+    return hasattr(value, "__cuda_array_interface__")
 
 
 # Arguments of codecs: what can be encoded, and where it is written.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pycomm import _C, _init
-from pycomm._inputs import ALGORITHMS, OPS, TORCH_OPS
+from pycomm._inputs import ALGORITHMS, OPS, TORCH_OPS, on_stream_of_arrays
 from pycomm._runtime.c10d import tensor_reader
 from pycomm._runtime.log import DEBUG
 from pycomm._work import Work
@@ -30,6 +30,7 @@ def short_way_first(function: _Function) -> _Function:
 
     For `inspect` and `help`, it has the signature of `function`, without annotations.
     """
+    function = on_stream_of_arrays(function)
     if DEBUG:  # calls are logged
         return function
     signature = inspect.signature(function)

@@ -13,8 +13,10 @@ from pycomm._runtime import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from pycomm.group import Group
+
 
 # Keeps the tensors of running operations alive after the caller has dropped their handles.
 
@@ -107,6 +109,18 @@ class Work:
         """
         self._complete()
         return 0 if self._core is None else self._core.moved()
+
+    def finish_in(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Makes :meth:`wait` copy results back in a context."""
+        finish = self._finish
+        if finish is None:
+            return
+
+        def run() -> None:
+            with context():
+                finish()
+
+        self._finish = run
 
     def __del__(self) -> None:
         # The worker still uses the tensors' memory, so it must not be freed yet.

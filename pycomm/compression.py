@@ -11,7 +11,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.autograd.graph import increment_version
@@ -28,6 +28,8 @@ from pycomm._inputs import (
     check_whole,
     check_wire,
     elements,
+    like_input,
+    on_stream_of_arrays,
 )
 
 if TYPE_CHECKING:
@@ -79,22 +81,34 @@ class Compression(ABC):
             raise ValueError(f"ranks must be at least 1, got {ranks}")
         return _C.wire_bytes(self.codec(n, dtype, step), n, ranks)
 
+    @overload
     def encode(
-        self, x: Any, out: Any | None = None, *, step: int = 0, offset: int = 0
-    ) -> torch.Tensor:
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        step: int = 0,
+        offset: int = 0,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def encode(self, x: Any, out: Any | None = None, *, step: int = 0, offset: int = 0) -> Any: ...
+
+    @on_stream_of_arrays
+    def encode(self, x: Any, out: Any | None = None, *, step: int = 0, offset: int = 0) -> Any:
         """Encodes a tensor.
 
         Args:
             x: float32, float16 or bfloat16, any shape, on the CPU or a CUDA device; or an array of
                 NumPy, CuPy or another library with DLPack.
             out: receives the bytes: uint8, contiguous, :meth:`encoded_bytes` long, on the same
-                device. By default a new tensor.
+                device. By default a new tensor, or an array of the library of `x`.
             step: the training step, for stochastic rounding and warm-up.
             offset: index of the first element of `x` in a larger whole, for stochastic rounding.
 
         Returns:
-            A uint8 tensor that begins with the header. Elements that are not finite are encoded as
-            NaN.
+            `out`, or the new tensor, which begins with the header. Elements that are not finite are
+            encoded as NaN.
 
         Raises:
             ValueError: `x` or `out` has a wrong dtype, size or device, or `step` or `offset` is out
@@ -116,8 +130,20 @@ class Compression(ABC):
             codec, DTYPES[dense.dtype], dense.data_ptr(), dense.numel(), wire.data_ptr(),
             self.seed, step, offset,
         )  # fmt: skip
-        return wire
+        return like_input(x, wire) if out is None else out
 
+    @overload
+    def decode(
+        self,
+        wire: torch.Tensor,
+        n: int,
+        out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        add: bool = False,
+    ) -> torch.Tensor: ...
+
+    @overload
     def decode(
         self,
         wire: Any,
@@ -126,14 +152,25 @@ class Compression(ABC):
         *,
         dtype: torch.dtype = torch.float32,
         add: bool = False,
-    ) -> torch.Tensor:
+    ) -> Any: ...
+
+    @on_stream_of_arrays
+    def decode(
+        self,
+        wire: Any,
+        n: int,
+        out: Any | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        add: bool = False,
+    ) -> Any:
         """Decodes the result of :meth:`encode`.
 
         Args:
             wire: the bytes: uint8, contiguous. Every bound in them is checked.
             n: the number of elements in `wire`.
             out: receives the elements: contiguous, `n` elements; by default a new tensor of
-                `dtype`.
+                `dtype`, or an array of the library of `wire`.
             dtype: the dtype of the new tensor: float32, float16 or bfloat16.
             add: add to `out`, which must be float32, instead of overwriting it.
 
@@ -162,7 +199,7 @@ class Compression(ABC):
             self._reading_codec(n, target.dtype), source.data_ptr(), source.numel(), n,
             DTYPES[target.dtype], target.data_ptr(), add,
         )  # fmt: skip
-        return target
+        return like_input(wire, target) if out is None else out
 
     def _reading_codec(self, n: int, dtype: torch.dtype) -> _C.Codec:
         return self.codec(n, dtype)

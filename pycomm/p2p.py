@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numbers
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C, _work
 from pycomm._init import resolve_group
-from pycomm._inputs import check_memory, check_no_gradient, check_no_overlap, seconds
+from pycomm._inputs import as_tensor, check_memory, check_no_gradient, check_no_overlap, seconds
 from pycomm._runtime import host
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Request:
 
 
 def send(
-    tensor: torch.Tensor,
+    tensor: Any,
     dst: int,
     *,
     tag: int = 0,
@@ -81,8 +81,9 @@ def send(
     arrive in order.
 
     Args:
-        tensor: a CPU tensor of any dtype, shape and strides. If it comes from ``group.empty()``,
-            a receiver on the same node reads it directly.
+        tensor: a CPU tensor of any dtype, shape and strides, or an array of NumPy or another
+            library with DLPack. If it comes from ``group.empty()``, a receiver on the same node
+            reads it directly.
         dst: a rank of the group, on any node; it may be this rank.
         tag: a number of 32 bits that tells messages apart.
         group: as in :func:`pycomm.all_reduce`.
@@ -100,7 +101,7 @@ def send(
 
 
 def recv(
-    tensor: torch.Tensor,
+    tensor: Any,
     src: int | None = None,
     *,
     tag: int = 0,
@@ -122,15 +123,15 @@ def recv(
         message has another size or dtype.
     """
     group = resolve_group(group)
-    dense = _to_receive(tensor)
+    result, dense = _to_receive(tensor)
     source = group._core.recv(*_arguments(dense, src, tag, timeout))
-    if dense is not tensor:
-        tensor.detach().copy_(dense)
+    if dense is not result:
+        result.copy_(dense)
     return source
 
 
 def isend(
-    tensor: torch.Tensor,
+    tensor: Any,
     dst: int,
     *,
     tag: int = 0,
@@ -153,7 +154,7 @@ def isend(
 
 
 def irecv(
-    tensor: torch.Tensor,
+    tensor: Any,
     src: int | None = None,
     *,
     tag: int = 0,
@@ -170,32 +171,34 @@ def irecv(
         timeout: as in :func:`isend`.
     """
     group = resolve_group(group)
-    dense = _to_receive(tensor)
+    result, dense = _to_receive(tensor)
     core = group._core.irecv(*_arguments(dense, src, tag, timeout))
-    return Request(core, dense, None if dense is tensor else tensor.detach())
+    return Request(core, dense, None if dense is result else result)
 
 
-def _check(tensor: torch.Tensor) -> None:
-    check_memory("tensor", tensor)
-    check_no_gradient("tensor", tensor)
-    if tensor.device.type != "cpu":
-        raise ValueError(f"tensor must lie on the CPU, got {tensor.device}")
+def _on_cpu(tensor: Any, *, written: bool) -> torch.Tensor:
+    data = as_tensor("tensor", tensor, written=written)
+    check_memory("tensor", data)
+    check_no_gradient("tensor", data)
+    if data.device.type != "cpu":
+        raise ValueError(f"tensor must lie on the CPU, got {data.device}")
+    return data
 
 
-def _to_send(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor with the content of `tensor`."""
-    _check(tensor)
-    return tensor.detach().contiguous()
+def _to_send(tensor: Any) -> torch.Tensor:
+    """A contiguous tensor with the content of `tensor`."""
+    return _on_cpu(tensor, written=False).detach().contiguous()
 
 
-def _to_receive(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a dense tensor for its new content."""
-    _check(tensor)
-    check_no_overlap("tensor", tensor)
-    increment_version(tensor)  # autograd may have saved the old value
-    if tensor.is_contiguous():
-        return tensor
-    return host.empty(*tensor.shape, dtype=tensor.dtype)
+def _to_receive(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor, and a contiguous one for its new content, which may be the same."""
+    result = _on_cpu(tensor, written=True)
+    check_no_overlap("tensor", result)
+    increment_version(result)  # autograd may have saved the old value
+    result = result.detach()
+    if result.is_contiguous():
+        return result, result
+    return result, host.empty(*result.shape, dtype=result.dtype)
 
 
 def _arguments(

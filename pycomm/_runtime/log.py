@@ -193,6 +193,9 @@ def label_of(tag: int | str | None) -> str:
     named = "" if tag is None else f"tag={tag!r}"
     if DEBUG:
         caller = sys._getframe(2)
+        if caller.f_code.co_name == "on_their_stream":  # pycomm/_inputs.py
+            assert caller.f_back is not None
+            caller = caller.f_back
         path = Path(caller.f_code.co_filename)
         if _PACKAGE not in path.parents:  # pycomm's own calls may come from different lines
             # Not the whole path, which may differ between nodes.

@@ -22,9 +22,9 @@ def repeat_until_it_fails(group, algorithm, elements, started=lambda: None):
     x = group.empty(elements)
     expected = torch.full((elements,), float(sum(range(1, group.size + 1))))
     x.fill_(group.rank + 1)
-    pycomm.barrier(group=group)
-    started()
     try:
+        pycomm.barrier(group=group)  # a rank may be aborted before it leaves it
+        started()
         while True:
             x.fill_(group.rank + 1)
             pycomm.all_reduce(x, algorithm=algorithm, group=group)

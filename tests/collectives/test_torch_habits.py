@@ -136,6 +136,39 @@ def arrays(group):
     assert theirs == 1
 
 
+def arrays_elsewhere(group):
+    """Compressed operations, codecs and messages."""
+    x = numpy.arange(400, dtype=numpy.float32) + group.rank
+    residual, out = numpy.zeros_like(x), numpy.empty_like(x)
+    options = {"residual": residual, "out": out, "group": group}
+    assert pycomm.compressed_all_reduce(x, pycomm.Int8(), **options) is out
+    assert abs(out - numpy.arange(400) - 0.5).max() < 2
+    assert residual.any()
+    own = numpy.empty(200, dtype=numpy.float32)
+    assert pycomm.compressed_reduce_scatter(own, x, pycomm.Int8(), group=group) is own
+    wire = pycomm.Int8().encode(x)
+    assert type(wire) is numpy.ndarray
+    assert wire.tolist() == pycomm.Int8().encode(torch.from_numpy(x)).tolist()
+    decoded = pycomm.Int8().decode(wire, 400)
+    assert type(decoded) is numpy.ndarray
+    assert abs(decoded - x).max() < 2
+    assert pycomm.Int8().decode(wire, 400, own := numpy.empty_like(x)) is own
+    assert (own == decoded).all()
+    if group.rank == 0:
+        pycomm.send(x[::2], 1, group=group)
+    else:
+        with pytest.raises(ValueError, match="tensor must be writable, got a read-only array"):
+            pycomm.recv(numpy.broadcast_to(x[:1], (200,)), 0, group=group)
+        strided = numpy.zeros(400, dtype=numpy.float32)[::2]
+        assert pycomm.irecv(strided, 0, group=group).source == 0
+        assert (strided == numpy.arange(0, 400, 2)).all()
+
+
+def test_arrays_in_compressed_operations_codecs_and_messages(world):
+    world(2).run(arrays_elsewhere)
+    helpers.run_group(2, arrays_elsewhere)
+
+
 def test_arrays_in_all_collectives(world):
     world(2).run(arrays)
     helpers.run_group(2, arrays)

@@ -61,6 +61,14 @@ class Stream(torch.Stream):
         return event
 
 
+class ExternalStream(Stream):
+    """Stands for torch.cuda.ExternalStream."""
+
+    def __new__(cls, stream_ptr: int, device: Any = None, **_: Any) -> ExternalStream:
+        of = _device(device)
+        return super().__new__(cls, stream_id=stream_ptr, device_index=of.index, device_type=1)
+
+
 class Event(torch.Event):
     """Stands for torch.cuda.Event."""
 
@@ -145,6 +153,7 @@ class CUDAGraph:
 REPLACED = {
     "CUDAGraph": CUDAGraph,
     "Stream": Stream,
+    "ExternalStream": ExternalStream,
     "Event": Event,
     "_exchange_device": exchange_device,
     "_maybe_exchange_device": exchange_device,
