@@ -220,7 +220,7 @@ def test_wrong_bytes_are_refused(compression: pycomm.Compression) -> None:
         compression.decode(wire, 4999)
     broken = wire.clone()
     broken[0] = 0
-    with pytest.raises(ValueError, match="no encoding"):
+    with pytest.raises(ValueError, match="not a pycomm encoding"):
         compression.decode(broken, 5000)
     if isinstance(compression, pycomm.TopK):
         # Of ones, the indices 0 to 49, with 6 low bits each, after a header, a count and 50 values.
