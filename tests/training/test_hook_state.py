@@ -119,7 +119,7 @@ def test_another_number_of_ranks_gets_the_mean(world, before, after):
 
 
 def refused(state, state_dict, match):
-    """With a reason, and the state stays as it was."""
+    """Loading is refused with a reason, and the state does not change."""
     before = state.state_dict()
     with pytest.raises(ValueError, match=match):
         state.load_state_dict(state_dict)
