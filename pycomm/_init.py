@@ -338,5 +338,5 @@ def check_group(group: object) -> None:
     if group is None or isinstance(group, Group):
         return
     torchs = isinstance(group, dist.ProcessGroup) or hasattr(group, "get_group")
-    hint = ": make one of it, once, with pycomm.init(group)" if torchs else ""
+    hint = ": make a pycomm.Group from it, once, with pycomm.init(group)" if torchs else ""
     raise TypeError(f"group must be a pycomm.Group or None, got {group!r}{hint}")

@@ -127,7 +127,7 @@ def not_set_up(in_threads: bool) -> ValueError:
     if in_threads:
         return ValueError(
             "group must be given by the ranks of a pycomm.LocalWorld, which have no default group: "
-            "pass the one that LocalWorld.run gave to this rank"
+            "pass the group that LocalWorld.run gave to this rank"
         )
     return ValueError(
         "torch.distributed is not set up, and torchrun's environment is absent: start with "
@@ -140,7 +140,7 @@ def reduction(op: object, allowed: Iterable[str]) -> str:
     for name in allowed:
         if op == (name if isinstance(op, str) else TORCH_OPS[name]):
             return name
-    torchs = "" if isinstance(op, str) else " or torch.distributed's ReduceOp of that meaning,"
+    torchs = "" if isinstance(op, str) else " or the same ReduceOp of torch.distributed,"
     raise ValueError(f"op must be one of {', '.join(allowed)},{torchs} got {op!r}")
 
 
@@ -155,9 +155,9 @@ def check_is_rank() -> None:
     importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     if importing or get_worker_info() is not None:
         raise RuntimeError(
-            "this process is a child of a rank, such as a worker of a DataLoader, and no rank "
-            "itself: it must not make or use groups. Scripts that start such processes make theirs "
-            "under `if __name__ == '__main__':`"
+            "this process is a child of a rank, such as a worker of a DataLoader, and not a rank "
+            "itself: it must not make or use groups. A script that starts such processes must make "
+            "its groups under `if __name__ == '__main__':`"
         )
 
 
@@ -187,8 +187,8 @@ def check_memory(argument: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{argument} must lie on the CPU or a CUDA device, got {tensor.device}")
     if not _has_memory(tensor):
         raise TypeError(
-            f"{argument} must have memory, got a tensor without: one inside of a torch.func "
-            "transform, or whose storage has been freed"
+            f"{argument} must have memory, got a tensor without memory: either a torch.func "
+            "transform is active, or the tensor's storage has been freed"
         )
     if tensor.is_neg():
         raise ValueError(f"{argument} must be materialised, got a negated view: call resolve_neg()")
@@ -485,4 +485,4 @@ def check_target(target: torch.Tensor, n: int, device: torch.device, add: bool) 
     if target.device != device:
         raise ValueError(f"out must lie on {device}, got {target.device}")
     if add and target.dtype != torch.float32:
-        raise ValueError(f"out must be float32 where add=True, got {target.dtype}")
+        raise ValueError(f"out must be float32 if add=True, got {target.dtype}")

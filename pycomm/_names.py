@@ -22,7 +22,8 @@ _OF_SHARDING = 'give it to the sharding, as in shard=pycomm.Sharding("optimizer"
 # By the module or function, and the name; or by an option with a value.
 _RETIRED = {
     ("pycomm", "suggest_batches"): (
-        "give each rank samples in proportion to those that it had over stats.ranks[rank].own"
+        "divide each rank's number of samples by stats.ranks[rank].own, and share the samples out "
+        "in these proportions"
     ),
     ("pycomm", "plot_step"): "open the file that pycomm.trace writes in https://ui.perfetto.dev",
     (
@@ -41,7 +42,10 @@ _RETIRED = {
     ("DataParallel", "warmup_steps"): _OF_STATE,
     ("DataParallel", "replicas"): _OF_SHARDING,
     ("DataParallel", "publish"): _OF_SHARDING,
-    ("DataParallel", "shard_group"): "give it as group of shard=pycomm.Sharding(...)",
+    (
+        "DataParallel",
+        "shard_group",
+    ): 'give it to the sharding, as in shard=pycomm.Sharding("optimizer", group=...)',
 }
 
 

@@ -206,7 +206,7 @@ class _Ranks:
         for rank in excluded:
             if not 0 <= rank < self.size or rank == self.rank:
                 raise ArgumentError(
-                    f"ranks_to_exclude must be other ranks of the {self.size}, got {rank}"
+                    f"ranks_to_exclude must be other ranks, 0 to {self.size - 1}, got {rank}"
                 )
         self._end_gloo()
         kept = [rank for rank in range(self.size) if rank not in excluded]
@@ -246,7 +246,7 @@ class _Ranks:
         if not lost:
             raise ArgumentError("ranks_to_exclude must be the same on every rank that calls this")
         raise PeerDied(
-            f"ranks {lost} are gone, too: exclude them and those excluded so far",
+            f"ranks {lost} are gone, too: exclude them and the ranks excluded so far",
             rank=lost[0],
             operation="shrink",
         )

@@ -96,8 +96,8 @@ def split(
         sizes = [rows // size] * size
     if len(sizes) != size or any(n < 0 for n in sizes) or sum(sizes) != rows:
         raise ValueError(
-            f"split sizes of {name} must be {size} numbers from 0 that add up to its first "
-            f"dimension {rows}, got {list(sizes)}"
+            f"split sizes of {name} must be {size} numbers, none negative, that add up to its "
+            f"first dimension {rows}, got {list(sizes)}"
         )
     row = tensor.numel() // rows if rows > 0 else 0
     return BlockList([tensor], False, tuple(n * row for n in sizes))

@@ -15,7 +15,7 @@ import torch
 from pycomm import __version__
 
 GIB = 1 << 30
-# What a report of wrong or slow behaviour may hinge on.
+# Packages whose versions may explain wrong or slow behaviour.
 PACKAGES = ("torch", "numpy", "mpi4py", "deepspeed")
 VARIABLES = ("PYCOMM_LOG", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")
 

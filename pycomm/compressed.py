@@ -230,11 +230,9 @@ def compressed_all_reduce(
     others |= {} if kept is None else {"residual": kept}
     speed = _check_state("velocity", velocity, "tensor", others)
     if (compression.momentum > 0) != (speed is not None):
-        raise ValueError(
-            "velocity must be given where the compression has momentum, and only there"
-        )
+        raise ValueError("velocity must be given if, and only if, the compression has momentum")
     if speed is not None and kept is None:
-        raise ValueError("residual must be given where the compression has momentum")
+        raise ValueError("residual must be given if the compression has momentum")
     if DEBUG:
         all_reduce_called(group, source, algorithm, compression)
     increment_version([result, *(t for t in (kept, speed) if t is not None)])
@@ -345,8 +343,8 @@ def compressed_reduce_scatter(
     compression = _check_options(compression, "two_shot", step, offset)
     if isinstance(compression, TopK):
         raise ValueError(
-            f"compression must be Int8, Cast or Identity, got {compression!r}: owners of top-k's "
-            "lists do not hold a block each"
+            f"compression must be Int8, Cast or Identity, got {compression!r}: top-k does not "
+            "leave each rank one block of the result"
         )
     result = as_tensor("output", output, written=True)
     source = as_tensor("input", input, written=False)
@@ -464,8 +462,8 @@ def _check_state(
         raise ValueError(f"{name} must be float32, got {tensor.dtype}")
     if tensor.shape != source.shape or tensor.device != source.device:
         raise ValueError(
-            f"{name} must be like {source_name}, {tuple(source.shape)} on {source.device}, "
-            f"got {tuple(tensor.shape)} on {tensor.device}"
+            f"{name} must have {source_name}'s shape and device, {tuple(source.shape)} on "
+            f"{source.device}, got {tuple(tensor.shape)} on {tensor.device}"
         )
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous")

@@ -185,7 +185,7 @@ class Compression(ABC):
         source = as_tensor("wire", wire, written=False)
         check_wire("wire", source, source.device)
         if out is None and add:
-            raise ValueError("out must be given where add=True")
+            raise ValueError("out must be given if add=True")
         if out is None and dtype not in COMPRESSIBLE:
             raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
         target = (
@@ -317,7 +317,7 @@ class TopK(Compression):
         if self.density_steps < 0:
             raise ValueError(f"density_steps must not be negative, got {self.density_steps}")
         if self.density_steps and self.density is None:
-            raise ValueError("density_steps must come with density, not with k")
+            raise ValueError("density_steps must be given with density, not with k")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}")
 

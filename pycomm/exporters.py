@@ -71,7 +71,8 @@ class Sample:
 def samples_of(stats: Stats) -> Iterator[Sample]:
     """The numbers of a rank's statistics; times only of operations that were timed.
 
-    Of more than 32 kinds and sizes of operations, those come that have taken the most time.
+    If there are more than 32 kinds and sizes of operations, only the 32 that have taken the most
+    time are included.
     """
     rank = {"rank": str(stats.rank)}
     for row in sorted(stats.operations, key=_time, reverse=True)[:_MOST_ROWS]:
@@ -103,19 +104,19 @@ def samples_of(stats: Stats) -> Iterator[Sample]:
 def write_prometheus(stats: Stats, path: str | os.PathLike[str]) -> None:
     """Writes a file for the textfile collector of Prometheus' node exporter.
 
-    A reader sees the old file or the new one. Let `stats` begin with the group, as Prometheus takes
-    differences itself.
+    A reader sees the old file or the new one. `stats` should begin with the group, not be a result
+    of :meth:`pycomm.stats.Stats.since`, because Prometheus takes differences itself.
 
     Args:
         stats: from :meth:`pycomm.Group.stats`.
         path: the file, whose name must end in ``.prom``. ``{rank}`` in the name stands for this
-            rank's number, so that each rank has its own file. Then this also removes such files
-            that this node has written for ranks that the group does not have here: those of a
-            larger group from which it has shrunk, say, with their old numbers. Nodes may share a
-            directory; several groups need names of their own. A file's first line tells its node.
+            rank's number, so that each rank has its own file. Then this also removes the files
+            that this node has written for ranks that the group no longer has here, for example
+            since it has shrunk. Nodes may share a directory; several groups need names of their
+            own. A file's first line tells its node.
 
     Raises:
-        OSError: the file cannot be written, or one of those cannot be removed.
+        OSError: the file cannot be written, or an old file cannot be removed.
     """
     families: dict[str, list[str]] = {}
     for sample in samples_of(stats):

@@ -376,7 +376,7 @@ class Group:
         patience = seconds(timeout, self.timeout)
         for rank in exclude:
             if not 0 <= rank < self.size or rank == self.rank:
-                raise ValueError(f"exclude must have other ranks of the {self.size}, got {rank}")
+                raise ValueError(f"exclude must be other ranks, 0 to {self.size - 1}, got {rank}")
         on_node = len(self.nodes) == 1 and self._survivors is None
         shrink = self._shrink_on_node if on_node else self._shrink_between_nodes
         smaller = shrink(patience, exclude)
@@ -436,9 +436,9 @@ class Group:
         survivors = self._survivors
         if survivors is None:
             self._core.check_usable()
-            raise ValueError("group must not be one of threads with simulated nodes")
+            raise ValueError("group must not consist of threads with simulated nodes")
         if survivors.listener.closed or self._meets_survivors:
-            raise GroupUnusable("group is closed, or another thread shrinks it")
+            raise GroupUnusable("group is closed, or another thread of this rank is shrinking it")
         return survivors
 
     def _survive(
@@ -527,7 +527,7 @@ class Group:
         self._core.check_usable()
         growth = self._growing()
         if growth is None:
-            raise ValueError("group must be one of processes that pycomm.init made, to grow")
+            raise ValueError("only a group of processes that pycomm.init has made can grow")
         larger = growth.grow(self, patience)
         if larger is None:
             return self
@@ -639,7 +639,7 @@ class Group:
                 raise
         if self._cuda.device != device:
             raise ValueError(
-                f"device must be {self._cuda.device}, where this rank has been so far, got {device}"
+                f"device must be {self._cuda.device}, which this rank has used so far, got {device}"
             )
         return self._cuda
 
@@ -692,4 +692,4 @@ def make_group(
 
 
 def _no_cuda(device: torch.device) -> CudaSide:
-    raise ValueError(f"the group must be open to take tensors, it is closed: got one on {device}")
+    raise ValueError(f"group is closed: it takes no more tensors on CUDA, got one on {device}")

@@ -83,7 +83,9 @@ class LocalWorld:
         timeout = seconds(timeout, DEFAULT_TIMEOUT)
         nodes = (size,) if nodes is None else tuple(nodes)
         if any(count < 1 for count in nodes) or sum(nodes) != size:
-            raise ValueError(f"nodes must be positive and make up size, {size}, got {list(nodes)}")
+            raise ValueError(
+                f"nodes must be positive and add up to size, {size}, got {list(nodes)}"
+            )
         ends = list(itertools.accumulate(nodes))
         ranks = tuple(tuple(range(end - n, end)) for n, end in zip(nodes, ends, strict=True))
         links = [_C.LocalTransport.make(len(nodes)) for _ in range(Nodes(ranks, 0).stripes)]

@@ -26,7 +26,7 @@ class ShardFormula:
         gradients: g, the bytes of gradients.
         states: K, the bytes of master weights and optimizer states on all ranks together.
         ranks: n, the number of ranks that divide the states.
-        divides_gradients: True if they divide the gradients, too.
+        divides_gradients: True if the ranks divide the gradients, too.
     """
 
     parameters: float
@@ -134,7 +134,7 @@ def memory_report(
             the buckets of divided gradients, and what owners keep with `publish`.
         optimizer: counts its present states; most are made by the first step. With `replicas`, both
             copies and master weights count as states. If it wraps another optimizer, as
-            ``ZeroRedundancyOptimizer`` does, counts that one's states, too.
+            ``ZeroRedundancyOptimizer`` does, also counts the wrapped optimizer's states.
         communication: further tensors that the exchange of gradients needs, such as
             ``comm_state.tensors()`` of a hook.
 

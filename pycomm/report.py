@@ -27,9 +27,8 @@ class RecordedOperation:
         description: the collective with its arguments.
         bytes: the bytes of the tensor, or of one rank's block.
         entered: when the rank came to it.
-        done: when it had succeeded on this rank; None while it runs, and if it has failed. The same
-            as `entered` for most operations on less than 64 KiB that took but a moment; they are
-            not timed.
+        done: when it had succeeded on this rank; None while it runs, and if it has failed. Most
+            operations on less than 64 KiB are not timed; then it is the same as `entered`.
         subject: what it exchanges, such as the parameters of a bucket, ``"layers.3.weight ...
             layers.5.bias (7 parameters)"``; an empty string if that is unknown.
     """
@@ -57,13 +56,13 @@ class LaunchedOperation:
             taken the place of its record.
         description: the collective with its arguments.
         bytes: the bytes of the tensor, or of one rank's block.
-        captured: True if it is part of a graph. Then `state` is that of the last replay, if no
-            other captured operation has been replayed since.
+        captured: True if it is part of a graph. Then `state` is its state in the last replay, if
+            no other captured operation has been replayed since.
         launched: when the rank launched or captured it.
         state: ``"launched"`` if the device has not begun it, ``"running"``, or ``"done"`` if it has
             succeeded. If it fails, it stays ``"running"``.
-        since: for the last operation that the device has begun, when it came to the state, to
-            within 5 ms or so, or in an earlier replay; for all others, `launched`.
+        since: for the last operation that the device has begun, the time at which it came to
+            `state`, to within about 5 ms, perhaps in an earlier replay; otherwise `launched`.
         subject: as in RecordedOperation.
     """
 
@@ -106,7 +105,7 @@ class RankReport:
 
     @property
     def on_device(self) -> LaunchedOperation | None:
-        """The operation that its device is in, or is to begin next, or has done last."""
+        """The operation that its device is in, or will begin next, or has done last."""
         running = [operation for operation in self.launched if operation.state == "running"]
         waiting = [operation for operation in self.launched if operation.state == "launched"]
         done = [operation for operation in self.launched if operation.state == "done"]
@@ -119,9 +118,9 @@ class RankReport:
         return self._state(now, 1)
 
     def _state(self, now: float, ranks: int) -> str:
-        """The same of a number of ranks that do the same."""
+        """As :meth:`state`, for a number of ranks that do the same."""
         waits, devices = ("waits", "its device is") if ranks == 1 else ("wait", "their devices are")
-        # A rank may have gone on between the reading of the clock and that of its record.
+        # A rank may have gone on after the clock was read and before its record was.
         words = ["gone"] if self.gone else []
         current = self.on_device
         if self.operations:
@@ -149,8 +148,8 @@ class NodeReport:
     Attributes:
         node: the index of the node in :attr:`pycomm.Group.nodes`.
         ranks: its ranks.
-        peer: the rank there with which this one exchanges, or None if others of this node do.
-        awaited: True if this rank waits for that one.
+        peer: the rank there with which this rank exchanges, or None if this rank carries no stripe.
+        awaited: True if this rank waits for `peer`.
         lost: True if the connection has ended, and nothing was said before.
         told: why the node stops, in words, if it has said so, or an empty string.
     """
@@ -198,7 +197,7 @@ class Report:
     def late(self) -> tuple[int, ...]:
         """The ranks that others wait for, and that wait for no rank of this group themselves.
 
-        On CUDA, those whose device has not begun an operation in which another one waits.
+        On CUDA, also ranks whose device has not begun an operation in which another one waits.
         """
         waiting = {rank.rank for rank in self.ranks if rank.waits_for is not None}
         awaited = {rank.waits_for for rank in self.ranks if rank.waits_for is not None}
@@ -206,7 +205,7 @@ class Report:
 
     @cached_property
     def lateness(self) -> dict[int, float]:
-        """By rank: how many seconds after the first rank it came to an operation, as a median.
+        """By rank: the median of the seconds by which it came to an operation after the first rank.
 
         Counts the recorded operations that all ranks have entered. Without any, the dict is empty.
         """
@@ -220,9 +219,9 @@ class Report:
     def json(self) -> str:
         """The report as JSON, shorter than 20 KB.
 
-        If it would be longer, it has fewer operations of each rank, and of many ranks those that
-        are waited for or furthest behind; `omitted` is the number of the others. Of many nodes, it
-        has those that are waited for, are lost or have said why they stop.
+        If it would be longer, it has fewer operations of each rank, and of many ranks the ones that
+        are waited for or furthest behind; `omitted` is the number of ranks that are left out. Of
+        many nodes, it has the nodes that are waited for, are lost or have said why they stop.
         """
         order = sorted(self.ranks, key=lambda rank: (rank.rank not in self.late, _progress(rank)))
         most = 8 * max(len(order), 1)  # operations
@@ -251,7 +250,7 @@ class Report:
             if sum(map(len, lines)) > _MOST_BYTES:
                 break
             pid = f" (pid {ranks[0].pid})" if len(ranks) == 1 else ""
-            # Ranks that came to the same state at different times share the longest one.
+            # Ranks that came to the same state at different times share the longest time.
             longest = min(ranks, key=_moment)
             who = _listed([rank.rank for rank in ranks])
             lines.append(f"{who}{pid}: {longest._state(self.time, len(ranks))}")
@@ -280,7 +279,7 @@ class Report:
         return sorted(self.nodes, key=lambda node: not (node.awaited or node.lost or node.told))
 
     def _alike(self) -> list[list[RankReport]]:
-        """Ranks that do the same; those furthest behind come first."""
+        """Ranks that do the same; the ranks furthest behind come first."""
         ordered = sorted(self.ranks, key=lambda rank: (_progress(rank), _kind(rank), rank.rank))
         same = groupby(ordered, key=lambda rank: (_progress(rank), _kind(rank)))
         return [list(ranks) for _, ranks in same]
@@ -300,7 +299,7 @@ def _in_words(operation: RecordedOperation | LaunchedOperation) -> str:
 
 
 def make_report(state: Mapping[str, Any]) -> Report:
-    """The report of what the extension tells of a group."""
+    """Makes a report from the extension's data of a group."""
     ranks = [_make_rank(rank, state["time"], state["failed"]) for rank in state["ranks"]]
     nodes = [NodeReport(**{**node, "ranks": tuple(node["ranks"])}) for node in state["nodes"]]
     return Report(**{**state, "ranks": tuple(ranks), "nodes": tuple(nodes)})
@@ -317,7 +316,7 @@ def _make_rank(state: Mapping[str, Any], now: float, failed: bool) -> RankReport
 
 
 def _shortened(rank: RankReport, most: int) -> RankReport:
-    """With the last operations only, and those that the device is in."""
+    """The operations without earlier ones, except for those that the device is in."""
     last = rank.launched[-most:]
     launched = tuple(o for o in rank.launched if o in last or o.state == "running")
     return replace(rank, operations=rank.operations[-most:], launched=launched)
@@ -340,7 +339,7 @@ def _moment(rank: RankReport) -> list[float]:
 
 
 def _kind(rank: RankReport) -> tuple[bool, int, str, str]:
-    """What ranks must share to share a line, besides how far they have come."""
+    """What ranks must have in common to share a line, besides their progress."""
     what = "".join(map(str, [*rank.operations[-1:], rank.on_device, *rank.launched[-1:]]))
     return rank.gone, -1 if rank.waits_for is None else rank.waits_for, rank.elsewhere, what
 

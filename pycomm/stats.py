@@ -1,4 +1,4 @@
-"""Statistics of a group: what its operations have taken, and which rank is slow."""
+"""Statistics of a group: how long its operations have taken, and which rank is slow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-_UNDISTURBED = 0.1  # the share of exchanges that nothing has disturbed
+_UNDISTURBED = 0.1  # the share of exchanges that count as undisturbed
 _MOST_LINES = 40
 
 
@@ -28,7 +28,7 @@ class Times:
 
     @property
     def count(self) -> int:
-        """The number of times; a time from a sample counts for those it stands for."""
+        """The number of times; a sampled time counts for all the times that it stands for."""
         return sum(self.buckets.values())
 
     @property
@@ -46,7 +46,7 @@ class Times:
         return math.nan
 
     def since(self, earlier: Times) -> Times:
-        """The times that have come after an earlier state."""
+        """The times since `earlier`, an earlier state of the same distribution."""
         more = {b: n - earlier.buckets.get(b, 0) for b, n in self.buckets.items()}
         buckets = {bucket: count for bucket, count in more.items() if count > 0}
         return Times(max(self.seconds - earlier.seconds, 0.0), buckets, self.middles)
@@ -54,23 +54,24 @@ class Times:
 
 @dataclass(frozen=True)
 class OperationStats:
-    """What one rank's operations of one kind and size have taken.
+    """The times of one rank's operations of one kind and size.
 
     The mean time of an operation is the sum of three parts. :attr:`late` is the wait for the last
-    rank to come. The rest is the exchange. Its fastest tenth shows what it takes on this machine if
-    nothing disturbs it: :attr:`transfer`. The mean exchange takes longer by :attr:`contention`. All
-    times are NaN if no operation was timed, which may be so if there are few, on less than 64 KiB.
+    rank to come. The rest is the exchange. Its fastest tenth shows how long it takes on this
+    machine if nothing disturbs it: :attr:`transfer`. The mean exchange takes longer by
+    :attr:`contention`. All times are NaN if no operation was timed, which may be so if there are
+    few, on less than 64 KiB.
 
     Attributes:
         operation: the collective, such as ``"all_reduce"``.
         codec: ``"none"``, ``"cast"``, ``"int8"`` or ``"topk"``.
         device: ``"cpu"`` or ``"cuda"``, where the tensors lie and whose clock gives the times.
-        size: the tensors, or a rank's blocks, have this many bytes to less than twice as many; a
-            power of two, or 0 for none.
+        size: the tensors, or a rank's blocks, have at least this many bytes and less than twice as
+            many; a power of two, or 0 for no bytes.
         count: the number of operations.
         bytes: the bytes of their tensors.
         whole: the times from when this rank came to an operation to its end.
-        exchange: the times from when all ranks had come to the end.
+        exchange: the times from when all ranks had come to an operation to its end.
     """
 
     operation: str
@@ -99,15 +100,15 @@ class OperationStats:
 
     @property
     def transfer(self) -> float:
-        """What the fastest tenth of the exchanges take, in seconds."""
+        """The time that the fastest tenth of the exchanges do not exceed, in seconds."""
         return self._timed(min(self.exchange.quantile(_UNDISTURBED), self.exchange.mean))
 
     @property
     def contention(self) -> float:
-        """What exchanges take beyond that in the mean, in seconds.
+        """The time by which the mean exchange is longer than :attr:`transfer`, in seconds.
 
-        A rank had lost its core, or others used the memory's bandwidth. Sizes that differ by less
-        than a factor of two share a row, and that shows here, too.
+        It grows if a rank loses its core, or if others use the memory's bandwidth. Also, sizes that
+        differ by less than a factor of two share a row.
         """
         return self.exchange.mean - self.transfer
 
@@ -125,7 +126,7 @@ class OperationStats:
         return seconds if self.whole.count else math.nan
 
     def since(self, earlier: OperationStats | None) -> OperationStats:
-        """Those that have come after an earlier state."""
+        """The operations since `earlier`, an earlier state of the same row."""
         if earlier is None:
             return self
         return OperationStats(
@@ -158,7 +159,7 @@ class Stats:
     """Statistics of a group. ``print`` shows a table.
 
     Attributes:
-        rank: the rank whose operations these are.
+        rank: the rank that called the operations.
         size: the number of ranks in the group.
         operations: by kind and size.
         ranks: the times of every rank of this node, by rank.
@@ -173,8 +174,8 @@ class Stats:
     def skew(self) -> dict[int, float]:
         """By rank: the own time of the fastest rank, divided by this rank's; 1 is the fastest.
 
-        A rank that needs 20 % longer than the others between operations has 0.83. Empty if no
-        operation has been timed.
+        A rank that takes 20 % longer than the others between operations has a score of 0.83. Empty
+        if no operation has been timed.
         """
         own = {rank: times.own for rank, times in self.ranks.items()}
         if not own or min(own.values()) <= 0:
@@ -182,7 +183,7 @@ class Stats:
         return {rank: min(own.values()) / seconds for rank, seconds in own.items()}
 
     def since(self, earlier: Stats) -> Stats:
-        """What has come after `earlier`, an earlier result of the same rank and group.
+        """The statistics since `earlier`, an earlier result of the same rank and group.
 
         Raises:
             ValueError: `earlier` is of another rank or group, or not earlier.
@@ -228,7 +229,7 @@ class Stats:
 
 
 def make_stats(told: Mapping[str, Any], rank: int, size: int) -> Stats:
-    """The statistics of what the extension tells of a group."""
+    """Makes statistics from the extension's data of a group."""
     middles = told["middles"]
     rows = [
         OperationStats(

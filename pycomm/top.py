@@ -28,10 +28,10 @@ Place = tuple[int, int]  # a file's inode and the position of a window in it
 
 
 class Jobs:
-    """The groups of one process, or of all that this user may look at, except for this process's.
+    """The groups of one process, or of all processes that this user may look at, except this one.
 
-    A process must not open its own groups' files here: closing a file drops all its locks on it, by
-    which the other ranks know that it lives.
+    A process must not open its own groups' files here: when it closes a file, it loses all its
+    locks on the file, by which the other ranks know that it lives.
     """
 
     def __init__(self, pid: int | None = None) -> None:
@@ -39,7 +39,7 @@ class Jobs:
         self.strangers: set[int] = set()  # processes that use another version of pycomm
 
     def ended(self) -> bool:
-        """True if this is about one process, and that has ended."""
+        """True if this looks at one process only, and the process has ended."""
         return self._pid is not None and not Path(f"/proc/{self._pid}").exists()
 
     def reports(self) -> dict[Place, Report]:
@@ -98,7 +98,7 @@ def _open(pid: int, place: Place) -> _C.WindowReader:
 
 
 def _namespace(pid: int) -> Path:
-    """What a process's pids are numbered in."""
+    """The namespace in which a process's pids are numbered."""
     return Path(f"/proc/{pid}/ns/pid").readlink()
 
 
@@ -108,7 +108,7 @@ def _without_ended(ranks: tuple[RankReport, ...], place: Place) -> tuple[RankRep
 
 
 def _maps(pid: int, place: Place) -> bool:
-    """True if a process maps a window's file, or may."""
+    """True if a process maps a window's file, or if that is unknown."""
     try:
         return any(inode == place[0] for inode, _ in _mapped(pid))
     except PermissionError:
@@ -118,7 +118,7 @@ def _maps(pid: int, place: Place) -> bool:
 
 
 def _rows(report: Report, before: Report | None) -> Iterator[tuple[list[str], bool]]:
-    """The cells of each rank, and whether it holds others up; those that do come first.
+    """The cells of each rank, and whether it holds others up; ranks that do come first.
 
     `before` is an earlier report of the group, for rates.
     """
@@ -147,7 +147,7 @@ def _rates(rank: RankReport, earlier: RankReport | None, seconds: float) -> list
         if count > 0 or (count == 0 and rates[0] == ""):
             mean = sum(operation.bytes for operation in now) / len(now)
             rates = [f"{count / seconds:,.0f}", f"{count * mean / seconds / 1e9:.2f}"]
-    return rates  # none if another group has taken the place of an earlier one
+    return rates  # none if another group now lies in the same place
 
 
 def _title(report: Report) -> str:

@@ -40,11 +40,11 @@ _NUMBERS = 1 << 32  # operations are numbered modulo this
 class Sampler:
     """Looks at the record from a thread of its own, as often as operations come.
 
-    It begins with the last operation before it was made. If it sees an operation only while that
-    runs, its end is unknown, as that of a small one is.
+    It begins with the last operation before it was made. If it sees an operation only while the
+    operation runs, the operation's end is unknown, as the end of a small operation is.
 
     Attributes:
-        operations: those seen so far, by their number from the first one on.
+        operations: the operations seen so far, by their number from the first one on.
     """
 
     def __init__(self, group: Member) -> None:
@@ -63,10 +63,12 @@ class Sampler:
     def stop(self) -> None:
         """Ends the thread, after a last look, also if :meth:`start` was interrupted."""
         self._stop.set()
-        if self._thread.ident is not None:  # else it ends as soon as it begins, if it does
+        if self._thread.ident is not None:  # else, if it begins at all, it ends at once
             self._thread.join()
         for each in (self.operations[number] for number in sorted(self.operations)[:-1]):
-            if each["done"] is None:  # it ran at the last look at it, and others came after it
+            if (
+                each["done"] is None
+            ):  # it still ran at the last look, and newer ones have replaced it
                 each["done"] = each["entered"]
 
     @property
@@ -85,7 +87,7 @@ class Sampler:
             pass
 
     def _look(self) -> int:
-        """Takes what is new; returns the number of operations since the last look."""
+        """Takes new operations; returns the number of operations since the last look."""
         newest = self._last(1)
         fresh = self._number(newest[0]) - self._known if newest else 0
         if fresh <= 0:
@@ -119,7 +121,7 @@ class Sampler:
 
 _QUARTER = 7_889_238  # seconds; torch.profiler counts from the last multiple of it
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-# They end on no rank before all ranks have begun.
+# On no rank do these operations end before all ranks have begun them.
 _MEETINGS = ("all_reduce", "barrier", "reduce_scatter", "all_gather", "all_to_all")
 
 Event = dict[str, Any]
@@ -160,7 +162,7 @@ class TracePart:
 
 
 def make_trace(parts: Sequence[TracePart], shown: Sequence[TracePart]) -> dict[str, Any]:
-    """The trace of the ranks `shown`, as a dict for JSON; `parts` are all that are known."""
+    """The trace of the ranks `shown`, as a dict for JSON, from all known parts."""
     base = int(parts[0].begin + parts[0].system) // _QUARTER * _QUARTER
     ahead = _clocks(parts)
     entered: dict[int, dict[int, float]] = {}  # on the first part's clock
@@ -202,7 +204,7 @@ def human_bytes(count: int) -> str:
 
 
 def _clocks(parts: Sequence[TracePart]) -> dict[int, float]:
-    """By node: by how many seconds its steady clock is ahead of the first part's.
+    """By node: the seconds by which its steady clock is ahead of the first part's.
 
     No rank comes out of an operation before all ranks have come to it. So each operation bounds the
     difference of two nodes' clocks from both sides, and the middle of all bounds is taken.
@@ -260,7 +262,7 @@ def _rank_events(part: TracePart) -> Iterator[Event]:
 def _operations(
     part: TracePart, entered: dict[int, dict[int, float]], ahead: float
 ) -> Iterator[Event]:
-    """The worker's runs, and in them the operations: the wait for the last rank, the transfer."""
+    """The worker's runs, and their operations, each as a wait for the last rank and a transfer."""
     runs = iter(sorted(part.runs, key=lambda run: run.begin))
     run = next(runs, None)
     for each in part.operations:
@@ -272,7 +274,7 @@ def _operations(
         arrivals = entered[each["sequence"]]
         last = max(arrivals, key=lambda rank: arrivals[rank])
         complete = arrivals[last] + ahead
-        # Small operations do not record when they end: soon after the last rank has come.
+        # Small operations do not record their end, which is soon after the last rank has come.
         timed = each["done"] is not None and each["done"] > begin
         end = each["done"] if timed else part.end if each["done"] is None else complete
         details = {
@@ -303,7 +305,7 @@ def _operations(
 
 
 def _run(run: Range) -> Iterator[Event]:
-    """A bucket; runs of single operations would say nothing new."""
+    """The run of a bucket; runs of single operations are left out, because they add nothing."""
     if run.details:
         yield _event(0, "bucket", run.name, run.begin, run.end, **run.details)
 
@@ -344,7 +346,7 @@ class Trace:
         if group in watches:
             raise ValueError("trace must end before another one of the same group begins")
         Path(self._path.replace(_RANK, str(group.rank))).parent.mkdir(parents=True, exist_ok=True)
-        # Large enough for its end to be recorded.
+        # A tensor that is large enough for the operation's end to be recorded.
         all_reduce(
             host.zeros(_C.timed_from_bytes // 4, dtype=torch.float32),
             group=group,
@@ -368,7 +370,7 @@ class Trace:
         return self
 
     def _stop(self) -> None:
-        """Ends what the block has begun."""
+        """Ends everything that the block has begun."""
         watches.pop(self._group, None)
         self._group._short_way = self._short_way
         self._sampler.stop()
@@ -390,7 +392,7 @@ class Trace:
         if self.lost:  # at the end, because programs may turn warnings into errors
             warnings.warn(
                 f"{self.lost} operations of rank {self._part.rank} are not in the trace: they came "
-                "faster than it could look",
+                "faster than the trace could read them",
                 stacklevel=2,
             )
 

@@ -28,8 +28,8 @@ bool is_python_error() {
   }
 }
 
-// The exception that is being handled, as a Python object. It may be handled while this thread is
-// raising another one, which stays in the error indicator.
+// The exception that is being handled, as a Python object. An exception that this thread is raising
+// meanwhile stays in the error indicator.
 Error current_error() noexcept {
   const WithGil gil;
   PyObject *raising_type = nullptr, *raising = nullptr, *raising_trace = nullptr;

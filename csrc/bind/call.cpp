@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace pycomm::bind {
 namespace {
 
-// By names; `dtype` is the caller's. How many elements there are is said when it is run.
+// Takes names; `dtype` is the caller's. The number of elements is given when the operation runs.
 Operation make_operation(const std::string& collective, const std::string& algorithm,
                          const std::string& dtype, const std::string& op, int root) {
   Operation operation;
@@ -50,7 +50,7 @@ Call make_compressed(const Operation& kind, std::int64_t count, std::uintptr_t i
   return call;
 }
 
-// Addresses and counts of blocks; no counts mean equal ones.
+// Addresses and counts of blocks; without counts, all blocks have the same size.
 class BlockList {
  public:
   BlockList(const std::vector<std::uintptr_t>& addresses, std::vector<std::int64_t> counts)

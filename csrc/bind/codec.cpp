@@ -19,7 +19,8 @@ Codec make_codec(int kind, int values, bool stochastic, std::int64_t block, std:
   codec.values = static_cast<DType>(values);
   codec.stochastic = stochastic ? 1 : 0;
   codec.block = static_cast<std::uint32_t>(block);
-  PYCOMM_CHECK(k >= 0 && k < std::int64_t{1} << 32, "k must be from 0 to 2^32 - 1");
+  PYCOMM_CHECK(k >= 0 && k < std::int64_t{1} << 32,
+               "k must be from 0 to 2^32 - 1, got " + std::to_string(k));
   codec.k = static_cast<std::uint32_t>(k);
   return codec;
 }

@@ -77,7 +77,7 @@ bool watched_by_python() {
          !is_number(PyObject_CallNoArgs(known.count_modes), 0);
 }
 
-// Keeps the memory by another tensor, and views that one.
+// Views a detached tensor, which keeps the memory alive.
 void* view_by_dlpack(PyObject* object, void* view) {
   const Torch& known = torch();
   if (known.exchange == nullptr || known.exchange->dltensor_from_py_object_no_sync == nullptr ||

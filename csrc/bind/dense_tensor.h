@@ -1,4 +1,4 @@
-// Ordinary tensors as C++ reads them, without a function of Python's.
+// Reads ordinary tensors in C++, without calling Python functions.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,8 @@
 
 namespace pycomm::bind {
 
-// Keeps a tensor's memory, although the tensor may get another one. Dropped with the GIL.
+// Keeps a tensor's memory alive, even if the tensor gets other memory. Destroy it with the GIL
+// held.
 class Keeper {
  public:
   Keeper() = default;
@@ -23,7 +24,7 @@ class Keeper {
   ~Keeper();
 
   explicit operator bool() const { return memory_ != nullptr; }
-  // Hands it over to an object of Python's.
+  // Hands the memory over to a Python object.
   pybind11::object into_object() &&;
 
  private:
@@ -40,10 +41,10 @@ struct DenseTensor {
   Keeper keeper;
 };
 
-// Takes the reader that is compiled for the torch that runs, in a capsule; None: there is none.
+// Sets the reader that is compiled for the running torch, in a capsule; None if there is none.
 void set_tensor_reader(const pybind11::object& capsule);
 
-// True if a profiler, a dispatch mode or a function transform of torch wants to see what this thread
+// True if a profiler, a dispatch mode or a function transform of torch wants to see this thread's
 // calls.
 bool calls_are_watched();
 

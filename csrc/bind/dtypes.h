@@ -14,7 +14,7 @@ using torch::headeronly::ScalarType;
 // DLPack's type codes. Its header cannot be included together with torch's stable ABI.
 inline constexpr int kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4, kBool = 6;
 
-// The types without a code in DLPack take the way through Python: torch's complex tensors may be
+// Tensors of types without a code in DLPack go through Python: torch's complex tensors may be
 // lazily conjugated, and 8-bit floats are never reduced.
 inline constexpr int kNoCode = -1;
 

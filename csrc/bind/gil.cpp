@@ -24,7 +24,8 @@ auto or_sleep(Function function) noexcept {
   }
 }
 
-// Destructors cannot throw, and a rank without its turn must not go on unseen: errors are printed.
+// Destructors cannot throw, and a rank that has lost its turn must not continue silently: errors
+// are printed.
 void call_turn(PyObject* turn, const char* method) {
   const WithGil gil;
   const py::error_scope raising;  // the caller may be raising an error

@@ -190,8 +190,8 @@ void bind_works_and_windows(py::module_& m) {
         cpu::leave_as_is_in_children(reinterpret_cast<std::byte*>(data), bytes);
       },
       py::arg("data"), py::arg("bytes"));
-  // Keeps the GIL: a step of another thread between the copy and the fork would give the child the
-  // tensors in windows of one step, and all others of the next.
+  // Keeps the GIL: if another thread made a step between the copy and the fork, the child would get
+  // tensors in windows from before the step, and all others from after it.
   m.def("copy_at_fork", &cpu::copy_at_fork);
   m.attr("window_layout") = cpu::kLayout;
 }
@@ -287,7 +287,9 @@ void bind_group(py::module_& m) {
           "published",
           [](const Group& group, int rank) {
             PYCOMM_CHECK(rank >= 0 && rank < group.comm().size(),
-                         "rank must be one of this node's, by their order");
+                         "rank must be the index of a rank of this node, from 0 to " +
+                             std::to_string(group.comm().size() - 1) + ", got " +
+                             std::to_string(rank));
             py::tuple counts(kChannels + 1);
             counts[0] = group.comm().announced(rank);
             for (int i = 0; i < kChannels; ++i) counts[i + 1] = group.comm().published(rank, i);

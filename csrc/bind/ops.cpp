@@ -41,6 +41,16 @@ void run(cpu::Group& group, const Operation& kind, const Tensor& input, const Te
   group.run(call);
 }
 
+// Checks that a tensor has one block per rank.
+void check_blocks(const char* name, const Tensor& whole, const char* block_name,
+                  const Tensor& block, int ranks) {
+  const std::int64_t needed = block.numel() * ranks;
+  PYCOMM_CHECK(whole.numel() == needed, std::string(name) + " must have " + std::to_string(ranks) +
+                                            " (the group's size) times as many elements as " +
+                                            block_name + ", " + std::to_string(needed) + ", got " +
+                                            std::to_string(whole.numel()));
+}
+
 void all_reduce_into(const Tensor& output, const Tensor& input, const std::string& op,
                      const std::string& algorithm, const std::string& group) {
   run(*find_group(group),
@@ -68,7 +78,9 @@ Tensor all_reduce(Tensor tensor, std::string op, std::string algorithm, std::str
 // graph of a backward is the same on every rank, so ranks can share a compiler's cache.
 Tensor reduce(Tensor tensor, int64_t dst, std::string group) {
   const auto found = find_group(group);
-  PYCOMM_CHECK(dst >= 0 && dst < found->size(), "dst must be a rank of the group");
+  PYCOMM_CHECK(dst >= 0 && dst < found->size(), "dst must be a rank from 0 to " +
+                                                    std::to_string(found->size() - 1) + ", got " +
+                                                    std::to_string(dst));
   const Tensor input = torch::stable::contiguous(tensor);
   Tensor output = torch::stable::empty_like(input);
   const Operation operation{
@@ -85,8 +97,7 @@ Tensor reduce(Tensor tensor, int64_t dst, std::string group) {
 
 void reduce_scatter_(Tensor output, Tensor input, std::string op, std::string group) {
   const auto found = find_group(group);
-  PYCOMM_CHECK(input.numel() == output.numel() * found->size(),
-               "input must have group size times as many elements as output");
+  check_blocks("input", input, "output", output, found->size());
   run(*found,
       {Collective::reduce_scatter,
        Algorithm::two_shot,
@@ -145,8 +156,7 @@ Tensor all_to_all(Tensor input, std::string group) {
 
 void all_gather_(Tensor output, Tensor input, std::string group) {
   const auto found = find_group(group);
-  PYCOMM_CHECK(output.numel() == input.numel() * found->size(),
-               "output must have group size times as many elements as input");
+  check_blocks("output", output, "input", input, found->size());
   run(*found, {Collective::all_gather, Algorithm::two_shot, {}, ReduceOp::sum, 0, input.numel()},
       input, output);
 }
@@ -162,7 +172,9 @@ Tensor all_gather(Tensor input, int64_t group_size, std::string group) {
 
 void broadcast_(Tensor tensor, int64_t src, std::string group) {
   const auto found = find_group(group);
-  PYCOMM_CHECK(src >= 0 && src < found->size(), "src must be a rank of the group");
+  PYCOMM_CHECK(src >= 0 && src < found->size(), "src must be a rank from 0 to " +
+                                                    std::to_string(found->size() - 1) + ", got " +
+                                                    std::to_string(src));
   run(*found,
       {Collective::broadcast,
        Algorithm::one_shot,

@@ -1,5 +1,5 @@
-// Python bindings of optimizer steps: settings, tables of pointers, and torch's threads. Those of
-// sharded steps are in bind/sharded.cpp.
+// Python bindings of optimizer steps: settings, tables of pointers, and torch's threads. The
+// bindings of sharded steps are in bind/sharded.cpp.
 #define TORCH_TARGET_VERSION 0x020b000000000000  // the oldest supported torch: 2.11
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -59,7 +59,7 @@ RequestPtr irecv(Group& group, std::uintptr_t data, std::int64_t bytes, int elem
                      options(timeout));
 }
 
-// An address in Python: host, port, secret, name to knock at.
+// An address in Python: host, port, secret, name of the socket for knocks.
 using AddressTuple = std::tuple<std::string, int, py::bytes, std::string>;
 
 AddressTuple tuple_of(const Port::Address& address) {

@@ -38,7 +38,7 @@ void set_python_error() noexcept;
 // Runs Python's signal handlers, so that Ctrl-C and other signals can end a long wait.
 void check_signals();
 
-// Throws if a tensor has no memory but elements, in case Python's checks have missed it.
+// Throws if a tensor has elements but no memory, in case Python's checks have missed that.
 inline void check_memory(std::uintptr_t address, std::int64_t count) {
   PYCOMM_CHECK(address != 0 || count == 0, "tensor must have memory, got a null pointer");
 }
@@ -53,14 +53,14 @@ inline Details make_details(const Shape& shape, const std::string& label) {
   return details;
 }
 
-// The same operation on so many of the caller's elements.
+// The same operation on `count` of the caller's elements.
 inline Operation of(Operation kind, std::int64_t count) {
   kind.count = count * units_of(kind);
   return kind;
 }
 
-// A call without compression; `input` and `output` are addresses of `count` elements or blocks. A
-// tensor that only the root has is 0 on the other ranks, and one that is given as blocks is 0, too.
+// A call without compression; `input` and `output` are addresses of `count` elements or blocks. An
+// address is 0 if only the root has the tensor, or if the tensor is given as blocks.
 inline Call make_call(const Operation& kind, std::int64_t count, std::uintptr_t input,
                       std::uintptr_t output, const Shape& shape, const std::string& label) {
   if (kind.collective <= Collective::barrier) {

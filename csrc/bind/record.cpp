@@ -14,7 +14,7 @@ namespace pycomm::bind {
 namespace {
 
 py::dict to_python(Operation operation) {
-  operation.details = 0;  // a hash, which would tell nobody anything
+  operation.details = 0;  // a hash, which means nothing to a reader
   py::dict made;
   made["operation"] = name_of(operation.collective);
   made["description"] = describe(operation);
@@ -37,7 +37,7 @@ py::dict to_python(const Launched& launched) {
     made = to_python(*launched.operation);
   } else {
     made["operation"] = "";
-    made["description"] = "of which nothing is known any more";
+    made["description"] = "whose record has been overwritten";
     made["bytes"] = 0;
   }
   const char* const states[] = {"launched", "running", "done"};

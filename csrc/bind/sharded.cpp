@@ -56,7 +56,7 @@ class ShardedStep {
     update_.emplace(step_);
     update_->use_arenas({step_.arena}, 0);
   }
-  // What ranks must have alike.
+  // What must be the same on all ranks.
   std::string compared(const std::string& label) const {
     const float* const scale = step_.control.grad_scale;
     return cpu::compared(step_,
@@ -86,7 +86,7 @@ class ShardedStep {
 
  private:
   cpu::ShardUpdate& update() {
-    PYCOMM_CHECK(update_.has_value(), "begin() must come first");
+    PYCOMM_CHECK(update_.has_value(), "begin() must be called first");
     return *update_;
   }
 

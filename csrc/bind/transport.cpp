@@ -29,7 +29,7 @@ class PythonTransport : public Transport {
   void post(const Batch& batch) override {
     const WithGil gil;
     const py::function function = find("post");
-    PYCOMM_CHECK(function, "the link of this group is gone");
+    PYCOMM_CHECK(function, "the group's connection to other nodes is closed");
     call_python(function, py::make_tuple(transfers(batch.sends), transfers(batch.receives)));
   }
   void stop(std::span<const std::byte> farewell) override { end("stop", farewell); }

@@ -18,7 +18,7 @@ const T& only(const std::vector<T>& tensors, const char* what) {
 }
 
 void check_pairs(const Tensors& outputs, const Tensors& inputs) {
-  check_argument(outputs.size() == inputs.size(), "outputs must be as many as inputs, ",
+  check_argument(outputs.size() == inputs.size(), "outputs must have as many tensors as inputs, ",
                  inputs.size(), ", got ", outputs.size());
 }
 
@@ -123,7 +123,7 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
   return launch(std::move(made), options.asyncOp);
 }
 
-// The lists are those of the deprecated operation: outputs[rank][tensor].
+// The lists have the order of the deprecated operation: outputs[rank][tensor].
 Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                               const ::c10d::AllgatherOptions& options) {
   Request made =
@@ -318,8 +318,9 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   return at::from_blob(data, {size}, [owner](void*) { native().free_memory(owner); }, options);
 }
 
-// Also if the group has not been used, because other ranks may be about to use it. If this rank's
-// first use fails, for example because the Store is gone, it has left the group, and others see that.
+// Connects the group if it has not been used, because other ranks may be about to use it. If
+// connecting fails, for example because the Store is gone, this rank has left the group, and others
+// see that.
 void Backend::abort() {
   if (closed_) return;
   void* connected = nullptr;

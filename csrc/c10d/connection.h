@@ -1,5 +1,5 @@
-// The backend's way to pycomm._C: its table of functions, Python exceptions as C++ exceptions, and a
-// group that is connected when it is first used.
+// How the backend reaches pycomm._C: its table of functions, Python exceptions as C++ exceptions,
+// and a group that is connected when it is first used.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -16,8 +16,8 @@ namespace pycomm::c10d {
 const BackendTable& native();
 void find_native();
 
-// A Python exception as one that C++ can throw. It takes the reference. A ValueError or a TypeError
-// becomes one for torch.distributed (c10d/arguments.h).
+// Turns a Python exception into one that C++ can throw. Takes the reference. A ValueError or a
+// TypeError becomes one for torch.distributed (c10d/arguments.h).
 std::exception_ptr as_exception(Error error);
 
 inline void check(Error error) {
@@ -30,8 +30,8 @@ void with_gil(Function function) {
   native().with_gil([](void* context) { (*static_cast<Function*>(context))(); }, &function);
 }
 
-// While one exists, this thread calls back for a group of pycomm._C, and may be the group's own. It
-// must not destroy the group then, because a thread cannot join itself.
+// While one exists, this thread runs a callback of a group of pycomm._C. The thread may be the
+// group's own worker, so it must not destroy the group: a thread cannot join itself.
 class CallingBack {
  public:
   CallingBack();
@@ -40,8 +40,8 @@ class CallingBack {
   CallingBack& operator=(const CallingBack&) = delete;
 };
 
-// Drops a reference to a Python object, which may be the last one to a group: at once, or on another
-// thread if this one is calling back.
+// Drops a reference to a Python object, which may be the last one to a group: at once, or on
+// another thread if this thread is running a callback.
 void drop(pybind11::object object);
 
 // A group of pycomm._C, made by a Python function at its first use.

@@ -55,7 +55,7 @@ ReduceOp reduction_of(const ::c10d::ReduceOp& op) {
 
 at::Tensor factor_of(const ::c10d::ReduceOp& op) {
   const auto* given = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  check_argument(given != nullptr, "op must hold the factor of PREMUL_SUM");
+  check_argument(given != nullptr, "op PREMUL_SUM must hold a factor, got none");
   return given->tensor_factor.defined() ? given->tensor_factor
                                         : at::scalar_tensor(given->double_factor, at::kDouble);
 }
@@ -77,7 +77,8 @@ at::Tensor plain(const at::Tensor& tensor) {
 }
 
 void count_write(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) torch::autograd::impl::bump_version(tensor);  // those have no count
+  if (!tensor.is_inference())
+    torch::autograd::impl::bump_version(tensor);  // inference tensors have no count
 }
 
 at::Tensor memory_to_write(const at::Tensor& output) {
@@ -237,7 +238,8 @@ void Request::all_to_all(const Tensors& results, const Tensors& blocks) {
 
 void Request::finish() {
   const at::NoGradGuard no_grad;
-  // What is detached in inference mode may be written in it only, and this may be another thread.
+  // Detached here, because a tensor that is detached in inference mode can only be written in that
+  // mode, which this thread may not be in.
   for (const auto& [to, from] : copies_) to.detach().copy_(from);
   copies_.clear();
   kept_.clear();
@@ -291,7 +293,7 @@ Blocks Request::blocks_to_write(const Tensors& list, Counts counts) {
   return made_of(arrays, counts);
 }
 
-// Ranks pass counts or none alike: each rank knows all sizes, except in all_to_all.
+// All ranks pass counts, or none does: each rank knows all sizes, except in all_to_all.
 Blocks Request::made_of(const BlockArrays& arrays, Counts counts) {
   const std::vector<std::int64_t>& sizes = arrays.counts;
   const bool equal = std::all_of(sizes.begin(), sizes.end(),

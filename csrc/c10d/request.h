@@ -22,7 +22,8 @@ void check_tensor(const at::Tensor& tensor, const char* what);
 // The element type of a tensor. Throws pycomm.ArgumentTypeError for one that pycomm._C cannot
 // move.
 Element element_of(const at::Tensor& tensor);
-// Whether a tensor's memory holds its elements in order, and a tensor whose memory does.
+// is_plain(): whether a tensor's memory holds its elements in order. plain(): the tensor if it is
+// plain, or a copy that is.
 bool is_plain(const at::Tensor& tensor);
 at::Tensor plain(const at::Tensor& tensor);
 // Counts a write, so that autograd does not use what it has saved of the tensor.
@@ -55,7 +56,7 @@ class Request {
                   const std::vector<std::int64_t>& input_splits);
   void barrier();
   // The forms with a list of tensors, one per rank, which may differ in size except for gather and
-  // scatter. `outputs` and `inputs` of these two are empty except on the root.
+  // scatter. The lists of gather and scatter are empty except on the root.
   void all_gather(const Tensors& outputs, const at::Tensor& input);
   void reduce_scatter(const at::Tensor& output, const Tensors& inputs, const ::c10d::ReduceOp& op);
   void gather(const Tensors& outputs, const at::Tensor& input, std::int64_t root);

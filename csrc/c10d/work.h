@@ -24,7 +24,7 @@ class Work : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_.get(); }
 
  protected:
-  // Waits for at most so long, or until the operation is complete.
+  // Waits until the operation is complete, for at most `patience`.
   virtual void await(Milliseconds patience);
   void complete(const Tensors& value, const std::exception_ptr& error);
 
@@ -78,7 +78,7 @@ class MessageWork final : public Work {
   void finish_message();
 
   const at::Tensor tensor_;
-  const at::Tensor dense_;  // its memory, or that of a contiguous stand-in
+  const at::Tensor dense_;  // shares its memory, or is a contiguous stand-in
   const bool receives_;
   // Guarded by mutex_. The message may end before its request is known here.
   void* request_ = nullptr;

@@ -43,13 +43,15 @@ struct Call {
 inline std::string refusal_of(const Call& call, int ranks) {
   const Operation& operation = call.operation;
   if (is_bitwise(operation.op) && operation.dtype != DType::u8) {
-    return std::string("bitwise reductions are carried as bytes, got ") + name_of(operation.dtype);
+    return std::string("bitwise reductions must be carried as bytes, got ") +
+           name_of(operation.dtype);
   }
   if (operation.codec.kind == CodecKind::topk && operation.collective != Collective::all_reduce) {
     return std::string("top-k is for all_reduce, got ") + name_of(operation.collective);
   }
   if (operation.root < 0 || operation.root >= ranks) {
-    return "root must be a rank of the group, got " + std::to_string(operation.root);
+    return "root must be a rank from 0 to " + std::to_string(ranks - 1) + ", got " +
+           std::to_string(operation.root);
   }
   if (call.timeout != 0 && !is_timeout(call.timeout)) {
     return "timeout must be positive and at most " + std::to_string(kMostSeconds) + " s, got " +
@@ -57,7 +59,7 @@ inline std::string refusal_of(const Call& call, int ranks) {
   }
   if (operation.collective == Collective::all_to_all && operation.count > 0 &&
       call.input == call.output && call.input != nullptr) {
-    return "all_to_all needs an output that is not its input";
+    return "output must be another tensor than input in an all_to_all";
   }
   return {};
 }

@@ -66,7 +66,7 @@ struct Names<Element> {
 };
 
 // How an element is carried: as `units` elements of `dtype`, which are reduced with `op`.
-struct Carrier {
+struct Representation {
   DType dtype;
   int units;
   ReduceOp op;
@@ -124,20 +124,20 @@ PYCOMM_HD constexpr bool is_bitwise(ReduceOp op) {
 }
 
 // True if elements of `dtype` can carry the element. Both may come from another process.
-constexpr bool is_carrier(DType dtype, Element element) {
+constexpr bool can_carry(DType dtype, Element element) {
   if (!is_known(dtype) || !is_known(element)) return false;
   return element == Element::same || dtype == DType::u8 || dtype == row_of(element).dtype;
 }
 
-constexpr Carrier moved_as(Element element) {
+constexpr Representation moved_as(Element element) {
   return {row_of(element).dtype, row_of(element).units, ReduceOp::sum};
 }
 
 // Nothing if the element type has no such reduction. For bool, SUM and MAX are OR, PROD and MIN are AND.
-constexpr std::optional<Carrier> reduced_as(Element element, ReduceOp op) {
+constexpr std::optional<Representation> reduced_as(Element element, ReduceOp op) {
   const ElementRow& row = row_of(element);
-  const Carrier own{row.dtype, row.units, op};
-  const Carrier bytes{DType::u8, row.units * static_cast<int>(size_of(row.dtype)), op};
+  const Representation own{row.dtype, row.units, op};
+  const Representation bytes{DType::u8, row.units * static_cast<int>(size_of(row.dtype)), op};
   switch (row.arithmetic) {
     case Arithmetic::floating:
       if (is_bitwise(op)) return {};
@@ -146,8 +146,8 @@ constexpr std::optional<Carrier> reduced_as(Element element, ReduceOp op) {
       return is_bitwise(op) ? bytes : own;
     case Arithmetic::boolean:
       if (op == ReduceOp::avg) return {};
-      if (op == ReduceOp::sum) return Carrier{row.dtype, row.units, ReduceOp::max};
-      if (op == ReduceOp::prod) return Carrier{row.dtype, row.units, ReduceOp::min};
+      if (op == ReduceOp::sum) return Representation{row.dtype, row.units, ReduceOp::max};
+      if (op == ReduceOp::prod) return Representation{row.dtype, row.units, ReduceOp::min};
       return own;
     case Arithmetic::other_unsigned:
       if (is_bitwise(op)) return bytes;
@@ -163,8 +163,8 @@ constexpr std::optional<Carrier> reduced_as(Element element, ReduceOp op) {
 }
 
 // As reduced_as(), but throws std::invalid_argument, which lists the reductions that there are.
-inline Carrier check_reduced_as(Element element, ReduceOp op) {
-  if (const std::optional<Carrier> carrier = reduced_as(element, op)) return *carrier;
+inline Representation check_reduced_as(Element element, ReduceOp op) {
+  if (const std::optional<Representation> found = reduced_as(element, op)) return *found;
   std::string allowed;
   for (int i = 0; i < kCountOf<ReduceOp>; ++i) {
     const auto other = static_cast<ReduceOp>(i);

@@ -133,7 +133,7 @@ inline std::string timeout_text(std::uint64_t word, bool told_to_culprit, int pi
   if (from_any_rank(word)) return waiting + "a message from any rank";
   if (waiter == rank) return waiting + "a message from itself";
   if (told_to_culprit) {
-    return waiting + "this one, " + describe_rank(rank, pid) + ", and gave up before it came";
+    return waiting + "this rank, " + describe_rank(rank, pid) + ", and gave up before it came";
   }
   return describe_rank(rank, pid) + " did not answer within the timeout of the group: " + waiting +
          "it";

@@ -79,11 +79,11 @@ Message parse_message(std::span<const std::byte> bytes, MessageKind kind, const 
   const MessageHeader& header = message.header;
   PYCOMM_CHECK(header.magic == kMessageMagic, "a message is not a pycomm message");
   PYCOMM_CHECK(header.version == kMessageVersion,
-               "a message has version " + std::to_string(header.version) +
-                   " of the format, known is " + std::to_string(kMessageVersion));
+               "a message must have version " + std::to_string(kMessageVersion) +
+                   " of the format, got " + std::to_string(header.version));
   PYCOMM_CHECK(header.secret == sender.secret, "a message lacks the group's secret");
   PYCOMM_CHECK(header.kind == kind && header.node == sender.node,
-               "a message is of another kind, or from another node");
+               "a message has an unexpected kind, or is from an unexpected node");
   return message;
 }
 
@@ -98,7 +98,7 @@ inline Handshake parse_handshake(std::span<const std::byte> bytes, const Sender&
 inline Farewell parse_farewell(std::span<const std::byte> bytes, const Sender& sender, int world) {
   const auto farewell = parse_message<Farewell>(bytes, MessageKind::farewell, sender);
   PYCOMM_CHECK(farewell.abort_word == 0 || is_abort_word(farewell.abort_word, world),
-               "a farewell blames no rank of the group");
+               "a farewell blames a rank that is not in the group");
   return farewell;
 }
 
@@ -107,10 +107,12 @@ template <class NodeOf>
 Introduction parse_introduction(std::span<const std::byte> bytes, const Secret& secret, int world,
                                 NodeOf node_of) {
   Introduction introduction;
-  PYCOMM_CHECK(bytes.size() == sizeof(introduction), "an introduction has another length");
+  PYCOMM_CHECK(bytes.size() == sizeof(introduction),
+               "an introduction has " + std::to_string(bytes.size()) + " bytes instead of " +
+                   std::to_string(sizeof(introduction)));
   std::memcpy(&introduction, bytes.data(), sizeof(introduction));
   PYCOMM_CHECK(introduction.rank >= 0 && introduction.rank < world,
-               "an introduction names no rank of the group");
+               "an introduction names a rank that is not in the group");
   const int node = node_of(static_cast<int>(introduction.rank));
   return parse_message<Introduction>(bytes, MessageKind::introduction, {secret, node});
 }
@@ -120,7 +122,9 @@ Introduction parse_introduction(std::span<const std::byte> bytes, const Secret& 
 inline Announcement parse_announcement(std::span<const std::byte> bytes, int ranks, int rank,
                                        std::int64_t heap_begin, std::int64_t heap_end) {
   Announcement announced;
-  PYCOMM_CHECK(bytes.size() == sizeof(announced), "an announcement has another length");
+  PYCOMM_CHECK(bytes.size() == sizeof(announced),
+               "an announcement has " + std::to_string(bytes.size()) + " bytes instead of " +
+                   std::to_string(sizeof(announced)));
   std::memcpy(&announced, bytes.data(), sizeof(announced));
   const Operation& operation = announced.operation;
   PYCOMM_CHECK(is_valid(operation), "an announced operation does not exist");

@@ -65,7 +65,7 @@ PYCOMM_HD constexpr bool reduces(Collective collective) {
 
 // How many elements of `dtype` carry one of the caller's.
 constexpr std::int64_t units_of(const Operation& operation) {
-  if (operation.element == Element::same || !is_carrier(operation.dtype, operation.element)) {
+  if (operation.element == Element::same || !can_carry(operation.dtype, operation.element)) {
     return 1;
   }
   const ElementRow& row = row_of(operation.element);
@@ -82,12 +82,12 @@ inline void carry(Operation& operation, Element element) {
     operation.dtype = row.dtype;
     return;
   }
-  const Carrier carrier =
+  const Representation representation =
       reduces(operation.collective) ? check_reduced_as(element, operation.op) : moved_as(element);
-  operation.dtype = carrier.dtype;
-  operation.op = carrier.op;
-  operation.count *= carrier.units;
-  operation.element = own && carrier.dtype == row.dtype ? Element::same : element;
+  operation.dtype = representation.dtype;
+  operation.op = representation.op;
+  operation.count *= representation.units;
+  operation.element = own && representation.dtype == row.dtype ? Element::same : element;
 }
 
 inline Operation carried(Operation operation, Element element) {
@@ -118,7 +118,7 @@ constexpr bool is_valid(const Operation& operation) {
   const Codec& codec = operation.codec;
   return is_known(operation.collective) && is_known(operation.algorithm) &&
          is_known(operation.dtype) && is_known(operation.op) && is_known(operation.device) &&
-         is_carrier(operation.dtype, operation.element) && operation.root >= 0 &&
+         can_carry(operation.dtype, operation.element) && operation.root >= 0 &&
          operation.count >= 0 && operation.count <= kMostElements && is_known(codec.kind) &&
          is_known(codec.values);
 }

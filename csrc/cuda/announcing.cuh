@@ -24,8 +24,8 @@ struct Announcements {
   }
 };
 
-// The first rank whose operation is not rank 0's, or -1. Not inlined, like all that failures need, so
-// that other code holds no registers for it.
+// The first rank whose operation is not rank 0's, or -1. Not inlined, like all code for failures,
+// so that other code holds no registers for it.
 __device__ __noinline__ inline int differing_rank(Announcements all) {
   for (int r = 1; r < all.layout.ranks && all.has_come(0); ++r) {
     const Announcement &first = all.at(all.me.rank, 0), &other = all.at(all.me.rank, r);
@@ -42,8 +42,9 @@ __device__ __noinline__ inline void report_mismatch(Announcements all) {
          all.at(all.me.rank, r).operation);
 }
 
-// All threads of a block that drains take the announcement back: a rank that comes later must not use
-// tensors that this rank may have freed. After a mismatch it stays, because every rank is to see that.
+// All threads of a block that drains take the announcement back: a rank that comes later must not
+// use tensors that this rank may have freed. After a mismatch it stays, because every rank must see
+// it.
 __device__ __noinline__ inline void withdraw(Announcements all) {
   if (differing_rank(all) >= 0) return;
   for (int r = threadIdx.x; r < all.layout.ranks; r += blockDim.x) {

@@ -263,8 +263,8 @@ class BlockComm {
   __device__ LaneState& state_of(int lane) const {
     return *reinterpret_cast<LaneState*>(window(me_.rank) + layout_.state(lane));
   }
-  // Tells every lane that does not work in this launch, one of which each thread takes, how far the
-  // group is: all lanes of a rank count operations alike.
+  // Tells every lane that does not work in this launch how far the group is, because all lanes of a
+  // rank count operations alike. Each thread tells one lane.
   __device__ void pass_on() const {
     const int lane = lane_ + (static_cast<int>(threadIdx.x) + 1) * launch_.lanes;
     if (lane < layout_.lanes) state_of(lane).sequence = sequence_;

@@ -30,8 +30,8 @@ class Group {
   // Enqueues an uncompressed operation on the stream. A failure here aborts the group; the next call, or
   // check(), raises a failure in the kernel.
   void run(const Call& call, std::uintptr_t stream, const Sharding& sharding = {});
-  // Enqueues several operations, in an order that all ranks find. Compressed ones share launches if they
-  // can. `bucket`: all but its parts.
+  // Enqueues several operations, in the same order on all ranks. Compressed ones share launches if
+  // they can. `bucket`: a bucket without its parts.
   void run(const std::vector<Call>& calls, std::uintptr_t stream, Bucket bucket);
   // Raises a kernel's failure, once; from then on the group refuses work. First waits, within the
   // group's timeout, until no rank's kernels use this rank's tensors.

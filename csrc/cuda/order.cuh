@@ -59,8 +59,8 @@ struct Latest {
   std::uint64_t capture = 0;
 };
 
-// Orders all launches that use one set of flags, on whatever streams they are. Those of a capture are
-// ordered among each other; the caller orders a graph with all that is not in it.
+// Orders all launches that use one set of flags, on whatever streams they are. Launches in one
+// capture are ordered among each other; the caller orders a graph with everything outside of it.
 class Order {
  public:
   // Returns false if the device has failed and will run nothing more.

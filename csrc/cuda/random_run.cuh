@@ -16,7 +16,7 @@ __device__ inline std::uint32_t* words_of_warp() {
 // warp: each draws from two counters.
 __device__ inline void draw_run(const Random& random, std::int64_t first) {
   std::uint32_t* const run = words_of_warp();
-  __syncwarp();  // everyone is through with the last ones
+  __syncwarp();  // all threads have read the previous words
   for (int c = static_cast<int>(threadIdx.x % 32); c < 64; c += 32) {
     const RandomWords drawn = philox(random, static_cast<std::uint64_t>(first / 4 + c));
 #pragma unroll

@@ -13,7 +13,7 @@
 
 namespace pycomm::cuda {
 
-// The host may be as many operations behind: 20 ms or more, if each takes at least 5 us.
+// The host may be this many operations behind: 20 ms or more, if each takes at least 5 us.
 inline constexpr std::uint32_t kTimings = 4096;
 
 // The words: when this rank had announced the operation, when all ranks had, and the end, all in

@@ -74,7 +74,7 @@ class Address(NamedTuple):
         """The address in a text; ValueError if the text is not an address."""
         found = _WRITTEN.fullmatch(text.strip())
         if found is None or int(found[2]) > 65535:
-            raise ValueError(f"address must be that of a group, host:port/secret, got {text!r}")
+            raise ValueError(f"address must be a group's, host:port/secret, got {text!r}")
         name, port, secret = found.groups()
         return cls(name, int(port), secret)
 
@@ -364,13 +364,15 @@ class Growth(Generic[Kind]):
         """Why the group cannot admit a process with this introduction; empty if it can."""
         mine = said.get("mine")
         if not _is_introduction(mine):
-            return "it has not introduced itself as a process with pycomm does"
+            return "its introduction does not have pycomm's format"
         for name, ours in build().items():
             if mine["settings"].get(name) != ours:
                 return f"{name} must be {ours}, as in the group, got {mine['settings'].get(name)}"
         for other in self._everyone:
             if other["node"] == mine["node"] and other["user"] != mine["user"]:
-                return f"on one node, all must be of one user, {other['user']}, not {mine['user']}"
+                return (
+                    f"all ranks of a node must run as one user, {other['user']}, got {mine['user']}"
+                )
         return ""
 
     def _introduction_of(self, said: Any) -> dict[str, Any]:

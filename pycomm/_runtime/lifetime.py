@@ -181,8 +181,8 @@ _CALLERS_WITHOUT_COPY = {
 def _prepare() -> None:
     if not _child_needs_no_copy() and not _C.copy_at_fork():
         logging.getLogger("pycomm.memory").warning(
-            "no memory to copy the tensors in windows for a forked process, which may therefore "
-            "see what is written to them later"
+            "no memory to copy the tensors in windows for a forked process: it may see what this "
+            "process writes to the tensors later"
         )
 
 

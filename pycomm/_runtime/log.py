@@ -74,7 +74,7 @@ def backend_compiles(torch_version: str, path: str) -> None:
 def backend_awaits_compiler(torch_version: str) -> None:
     """Warns that another process compiles torch.distributed's backend."""
     _pycomm.warning(
-        "waiting for another process, which compiles the torch.distributed backend for torch %s",
+        "waiting for another process to compile the torch.distributed backend for torch %s",
         torch_version,
     )
 
@@ -108,7 +108,7 @@ def group_made(group: Member, cores: int, between: str) -> None:
         fallback(group, "%d ranks share %d cores and slow each other down", local, cores)
     if group.stripes and any(len(ranks) != group.stripes for ranks in nodes):
         used = group.stripes
-        fallback(group, "nodes differ in size: of each, %d exchange with other nodes", used)
+        fallback(group, "nodes differ in size: %d ranks of each exchange with other nodes", used)
     if platform.machine() == "x86_64" and not vectors.startswith("AVX"):
         fallback(group, "the processor has no AVX2: sums and codecs are slower")
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):

@@ -301,7 +301,7 @@ class Agreement:
         others = sorted({*unreachable, *self._doubtful()})  # these may continue by themselves
         numbers = [self._ranks.index(rank) for rank in others]
         if (len(members), -members[0]) < (len(others), -min(others, default=0)):
-            why = "group cannot shrink: ranks {} cannot be reached or do not answer, and may go on"
+            why = "group cannot shrink: ranks {} cannot be reached or do not answer, but may run"
             return self._refuse({"unusable": why.format(numbers)}, settles=False)
         self._tell_left_out()
         everyone = [

@@ -43,7 +43,7 @@ _MOST_ACCEPTED = 256  # at once
 _MOST_STRANGERS = 256  # besides ranks; each takes a descriptor
 _MOST_TRIED = 1 << 16  # descriptors, if the system does not list open ones
 _LOOPBACK = ("127.0.0.1", "::1")
-_CROWDED = "there are too many connections, connect anew"
+_CROWDED = "there are too many connections, connect again"
 # With these options the kernel notices within seconds if the other host is lost.
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 6000}
 

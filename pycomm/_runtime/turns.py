@@ -168,8 +168,8 @@ class Turns:
                 return
             raise Timeout(
                 f"rank {self._running} did not give up its turn for {timeout:g} s, and ranks "
-                f"{waiting} waited for theirs: if it waits for another rank outside of pycomm, let "
-                "it do so in a context of pycomm.LocalWorld.others_run()",
+                f"{waiting} waited for their turns. If a rank waits for another one outside of "
+                "pycomm, it must wait in the context pycomm.LocalWorld.others_run()",
                 rank=self._running,
             )
 

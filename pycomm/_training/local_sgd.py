@@ -222,7 +222,7 @@ class LocalSGDState(HookState):
         differences = CommState(compression, named, group=group, exclude=exclude)
         if local_residuals and (compression is None or compression.momentum):
             raise ValueError(
-                "local_residuals must come with a compression, and without momentum correction, "
+                "local_residuals needs a compression without momentum correction, "
                 f"got {compression}"
             )
         self.period = period
@@ -424,7 +424,9 @@ class LocalSGDState(HookState):
         """
         self._check_not_shown()
         if self.joining:
-            raise ValueError("regroup must be called outside of join(): leave it, and join anew")
+            raise ValueError(
+                "regroup must be called outside of join(): leave join() and enter it again"
+            )
         check_successor(group)
         self._is_new |= group is self.group and not (self.steps or self._had_backward)
         accounts = self._compare_accounts(group)
@@ -454,13 +456,13 @@ class LocalSGDState(HookState):
         """
         if self._outer.rule.local_residuals:
             raise ValueError(
-                "join() must come without local_residuals: residuals would be scaled to the ranks "
-                "that still have batches"
+                "join() must be used without local_residuals: residuals would be scaled to the "
+                "ranks that still have batches"
             )
         if self.steps < self._gradient_steps or self._late is not None:
             raise ValueError(
-                "join() must come after the warm-up, and without inner_group: gradients are "
-                "exchanged there in every step"
+                "join() must be used after the warm-up, and without inner_group: both exchange "
+                "gradients in every step"
             )
         self.joining = True
         try:
@@ -496,7 +498,7 @@ class LocalSGDState(HookState):
         )
         accounts = [_Account(*row) for row in gather_rows(mine, group)]
         if any(account.divides for account in accounts):
-            raise ValueError("inner_group must be None to go on with another group")
+            raise ValueError("inner_group must be None to continue with another group")
         news = [bool(account.is_new) for account in accounts]
         if any(news):
             numbers = [account.number for account in accounts]
@@ -526,7 +528,7 @@ class LocalSGDState(HookState):
 
     def _check_not_shown(self) -> None:
         if self._shown:
-            raise RuntimeError("this must not be called inside of outer_parameters()")
+            raise RuntimeError("a LocalSGDState must not be used inside of its outer_parameters()")
 
     def before_step(self, number: int) -> None:
         """Runs before each step of the optimizer with this number."""
@@ -581,8 +583,8 @@ class LocalSGDState(HookState):
         """
         if not self._outer.rule.on_differences:
             raise ValueError(
-                "outer_parameters() must come with compression, outer_lr or outer_momentum: plain "
-                "averages are in the model itself, after exchange()"
+                "outer_parameters() needs compression, outer_lr or outer_momentum: without them, "
+                "the model itself has the averages after exchange()"
             )
         self._check_not_shown()
         self._shown = True
@@ -635,8 +637,8 @@ class LocalSGDState(HookState):
             raise ValueError("gathered must be False with local_residuals: save on every rank")
         if gathered and self._pending:
             raise ValueError(
-                f"gathered must be False, or exchange() be called before, {self._pending} steps "
-                "after the last exchange: ranks have parameters of their own"
+                f"gathered must be False {self._pending} steps after the last exchange, because "
+                "ranks have different parameters: call exchange() before"
             )
         differences = self._differences.state_dict(gathered)
         if not differences:
@@ -659,12 +661,14 @@ class LocalSGDState(HookState):
             ValueError: the dict is from another model, another rank or other options.
         """
         if (kind := saved_kind(state_dict)) != LOCAL_SGD:
-            got = "" if kind is None else f", got that of a state of compression {kind}"
+            got = "" if kind is None else f", got one of a state with the compression {kind}"
             raise ValueError(f"state_dict must come from state_dict() of a LocalSGDState{got}")
         self._check_not_shown()
         saved = state_dict.get("local_residuals", False)
         if saved != self._outer.rule.local_residuals:
-            raise ValueError(f"state_dict must be of the same local_residuals, it has {saved}")
+            raise ValueError(
+                f"state_dict must come from a state with local_residuals={not saved}, got {saved}"
+            )
         self._outer.check(state_dict["outer"])
         self._differences.load_state_dict(state_dict["differences"])
         self._outer.load(state_dict["outer"])

@@ -90,7 +90,7 @@ class InnerOptimizers:
                     )
                 if id(param) in owner:
                     name = parameters[param].name
-                    raise ValueError(f"optimizer must be one for each parameter, got two of {name}")
+                    raise ValueError(f"optimizer must have each parameter once, got {name} twice")
                 owner[id(param)] = optimizer
         for param in parameters.tensors:
             if id(param) not in owner and param.requires_grad:
@@ -432,7 +432,7 @@ class Outer:
         if dump and (not self.rule.on_differences or list(dump) != kinds):
             wanted = kinds if self.rule.on_differences else []
             raise ValueError(
-                f"state_dict must hold what this state keeps, {wanted}, got {list(dump)}"
+                f"state_dict must have this state's entries, {wanted}, got {list(dump)}"
             )
         shapes = {e.name: tuple(e.shape) for piece in self._pieces for e in piece._entries}
         for kind, saved in dump.items():

@@ -99,7 +99,7 @@ class Residuals:
         """A parameter's part by name, in the parameter's shape."""
         if kind not in self._flat or name not in self._entries:
             raise ValueError(
-                f"name must be that of a parameter with a {kind}, one of {list(self._begin)}, "
+                f"name must be one of the parameters with a {kind}, {list(self._begin)}, "
                 f"got {name!r}"
             )
         entry = self._entries[name]
@@ -206,8 +206,8 @@ class Residuals:
         """Raises ValueError for another rank's residuals; `owner` and `here` are (rank, size)."""
         if self and owner != here:
             raise ValueError(
-                "residuals must be this rank's own: they are of rank {} of {}, this is rank {} of "
-                "{}; what state_dict(gathered=True) gives serves every rank and any number of "
+                "residuals must be this rank's own: they belong to rank {} of {}, this is rank {} "
+                "of {}. A state_dict(gathered=True) can be loaded on every rank of any number of "
                 "ranks".format(*owner, *here)
             )
 
@@ -225,7 +225,7 @@ class Residuals:
         """Raises ValueError for a dump of another model or of another kind of state."""
         if dump.keys() != self._flat.keys():
             raise ValueError(
-                f"state_dict must hold what this state keeps, {self.kinds}, got {list(dump)}"
+                f"state_dict must have this state's entries, {self.kinds}, got {list(dump)}"
             )
         for kind in self._flat:
             shapes = {name: tuple(tensor.shape) for name, tensor in dump[kind].items()}
@@ -246,6 +246,6 @@ def residuals_for(
     if compression is not None and feedback and parameters.known:
         kinds = ["residual"] + (["velocity"] if compression.momentum else [])
     elif compression is not None and compression.momentum:
-        raise ValueError("params must be given, where the compression has momentum, and feedback")
+        raise ValueError("params and feedback must be given if the compression has momentum")
     entries = parameters.entries.values() if kinds else ()
     return Residuals([entry for entry in entries if not entry.dense], kinds, restorable)

@@ -119,15 +119,17 @@ def check_sharding(
         raise ValueError("shard must be None with local SGD, whose ranks step on their own")
     for name, parameter in common_parameters(module):
         if home_of(parameter) is not None and part_of(parameter) is None:
-            raise ValueError(f"shard flattens parameters itself, got {name} that was flattened")
+            raise ValueError(
+                f"shard flattens parameters itself, got {name}, which is flattened already"
+            )
     divides = group if sharding.group is None else sharding.group
     _check_device(exchanged, divides)
     assert isinstance(state, CommState)
     plain = state.compression is None and divides is group
     if sharding.stage == "gradients" and not plain:
         raise ValueError(
-            "shard='gradients' takes no compression and no group of its own: use "
-            "shard='optimizer' with these"
+            "shard='gradients' takes no compression and no group of its own: for these, use "
+            "shard='optimizer'"
         )
     if sharding.replicas == 2:
         _check_replicas(module, divides, sharding)
@@ -170,12 +172,12 @@ def _check_device(parameters: Sequence[torch.Tensor], group: Group) -> None:
     side = group._cuda_side(device)
     if side.transport == "pinned host memory":
         raise ValueError(
-            "on CUDA, shard needs GPUs with access to each other's memory, and a pair of this "
-            "group's has none"
+            "on CUDA, shard needs GPUs with access to each other's memory, which two GPUs of this "
+            "group do not have"
         )
     if side.shares_device:
         raise ValueError(
-            "ranks that are threads must have a GPU each to share a model's shards, got "
+            "ranks that are threads must each have a GPU of their own for shard, got "
             f"{device} for all: autograd has one thread per device"
         )
 

@@ -59,9 +59,10 @@ class Snapshot(NamedTuple):
 
 
 _ELSEWHERE = (
-    "a backward has added to it that did not begin in the outputs of the wrapper's forward, or "
-    "whose forward was inside of no_sync(). Call the wrapper instead of its module, or zero the "
-    "gradients; to step on each rank's own, run the backward, too, inside of no_sync()"
+    "a backward has added to the gradient without an exchange, because it did not begin in the "
+    "outputs of the wrapper's forward, or because the forward was inside of no_sync(). Call the "
+    "wrapper instead of its module, or zero the gradients; to step on each rank's own gradients, "
+    "run the backward inside of no_sync(), too"
 )
 _NOT_SENT = (
     "the last backward was inside of no_sync(), and with shard= no rank can step on its own "

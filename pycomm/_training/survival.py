@@ -105,17 +105,18 @@ class ShardSurvival:
 
     def _complain(self, lost: Sequence[int], gone: Sequence[int]) -> None:
         """Raises the error for lost ranks; `gone` are the ranks whose copies are lost, too."""
-        who = f"ranks {lost}" if lost else "ranks of the others"
+        who = f"ranks {lost}" if lost else "some former ranks"
         message = f"{who} are lost with their parts of the optimizer's states"
         if self._has_replicas:
-            both = f"ranks {gone}" if gone else "some"
+            both = f"ranks {gone}" if gone else "some of these ranks"
             raise RuntimeError(
-                f"{message}, both copies of those of {both}: load the checkpoint in a new wrapper"
+                f"{message}, and so are the replicas of the states of {both}: load a checkpoint in "
+                "a new wrapper"
             )
         if self._replicates:
             raise RuntimeError(
-                f"{message}, of which there are no replicas yet, because they were loaded, "
-                "converted or shared after the last step: load the checkpoint in a new wrapper"
+                f"{message}. These states have no replicas yet, because they were loaded, "
+                "converted or shared after the last step: load a checkpoint in a new wrapper"
             )
         raise ValueError(
             f"{message}: load a checkpoint in a new wrapper; to survive failures, shard needs "

@@ -28,7 +28,7 @@ COLUMNS = (
     ("link carries", "MB"),
 )
 NOTES = """\
-exchange: all gradients, with nothing else to do; exposed: what of it the step waits for
+exchange: all gradients, with nothing else to do; exposed: the part that the step waits for
 ring: Gloo and NCCL; stripes: pycomm, every rank of a node exchanges its part"""
 
 
@@ -78,7 +78,7 @@ def choose(question: Question) -> PredictedStep:
 
 
 def break_even(question: Question, compression: str) -> float | None:
-    """The rate of links, in bits per second, above which a less lossy compression does as well.
+    """The rate of links, in bits per second, above which a less lossy compression is as fast.
 
     Returns:
         None if the compression pays at no rate; infinity if it pays even at the fastest rate tried.
@@ -135,7 +135,7 @@ def cells(step: PredictedStep) -> tuple[str, ...]:
 
 
 def table(steps: list[PredictedStep], best: PredictedStep) -> str:
-    """A line for every step, a block for every algorithm; an asterisk marks the choice."""
+    """A line for every step, in a block for each algorithm; an asterisk marks the choice."""
     header = list(zip(*COLUMNS, strict=True))
     widths = [max(map(len, c)) for c in zip(*header, *map(cells, steps), strict=True)]
     lines = [_line(" ", part, widths) for part in header]

@@ -39,7 +39,7 @@ def rate(text: str) -> float:
 
 
 def density(text: str) -> float:
-    """Parses a share of elements for top-k that takes fewer bytes than all elements do."""
+    """Parses a share of elements for top-k; it must take fewer bytes than all elements do."""
     value = number_in(0, 1, "a share above 0 and at most 1")(text)
     try:
         compression_of("topk", value).encoded_bytes(1 << 20)

@@ -40,7 +40,7 @@ class Constant:
     Attributes:
         value: the number, in `unit`.
         unit: one of `SCALES`.
-        source: the measurement, or what the number follows from.
+        source: the measurement, or how the number was derived.
     """
 
     value: float

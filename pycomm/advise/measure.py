@@ -45,7 +45,7 @@ def measure() -> Constants:
     """Measures all constants. Under torchrun all ranks call this.
 
     Returns:
-        The constants, which are the same on all ranks except for those of codecs. They include
+        The constants. All but the codecs' are the same on all ranks. They include
         ``link.rate`` only if ranks are on several nodes.
     """
     command = shlex.join(["python", "-m", "pycomm.advise", *sys.argv[1:]])
@@ -131,7 +131,7 @@ def local_constants(nodes: list[str]) -> dict[str, Constant]:
     return {
         "local.latency": Constant(_rounded(small.time_us), "us", f"{source} {SMALL} bytes"),
         "local.all_reduce": Constant(_rounded(per_byte), "ns/byte", f"{source} {LARGE} bytes"),
-        "local.ranks": Constant(float(ranks), "ranks", f"{source} how many they were"),
+        "local.ranks": Constant(float(ranks), "ranks", f"{source} the number of ranks"),
     }
 
 
@@ -168,7 +168,7 @@ def link_constants(nodes: list[str]) -> dict[str, Constant]:
 
 
 def _trips(peer: int, message: torch.Tensor, trips: int) -> tuple[float, float]:
-    """Seconds for one way from rank 0 to its peer or back, and of both ranks' cores for it."""
+    """Seconds of a message from rank 0 to its peer or back, and both ranks' core seconds for it."""
 
     def go(other: int) -> None:
         steps = (dist.send, dist.recv) if other else (dist.recv, dist.send)
@@ -181,7 +181,7 @@ def _trips(peer: int, message: torch.Tensor, trips: int) -> tuple[float, float]:
 
 
 def _crossing(peer: int, message: torch.Tensor) -> float:
-    """Seconds of both ranks' cores for a message each way at once, as in an exchange."""
+    """Core seconds of both ranks for a message in each direction at once, as in an exchange."""
     received = torch.empty_like(message)
 
     def go(other: int) -> None:
@@ -194,7 +194,7 @@ def _crossing(peer: int, message: torch.Tensor) -> float:
 
 
 def _timed(peer: int, go: Callable[[int], None]) -> tuple[float, float]:
-    """Seconds that rank 0 and its peer take in the mean, and of both ranks' cores together."""
+    """The mean of rank 0's and its peer's seconds, and the sum of both ranks' core seconds."""
     rank = dist.get_rank()
     dist.barrier()
     began, core = time.perf_counter(), _core_seconds()
@@ -209,7 +209,7 @@ def _timed(peer: int, go: Callable[[int], None]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _computing() -> Iterator[None]:
-    """Runs all threads of this process on one core, and another one that computes."""
+    """Runs all threads of this process on one core, and another process that computes there."""
     usual = os.sched_getaffinity(0)
     cores = sorted(usual)
     done = threading.Event()

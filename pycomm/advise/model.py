@@ -1,4 +1,4 @@
-"""The model: a cluster, its all-reduces, and training steps that hide what they can of these.
+"""The model: a cluster, its all-reduces, and training steps that hide as much of them as they can.
 
 All-reduces, pycomm's and a ring, are predicted from latency, bandwidth and the work of cores.
 docs/advisor.md derives all formulas, with the names used here.
@@ -109,7 +109,7 @@ class PredictedExchange:
             hops.
         core: seconds of work of the busiest rank's core while the link is in use.
         local: seconds inside the node, before and after the link is in use.
-        latency: seconds until the very first byte arrives, with nothing else to do.
+        latency: seconds until the first byte arrives, in which nothing else happens.
         rounds: the number of parts that are pipelined.
     """
 
@@ -185,7 +185,7 @@ class Model:
         if elements < 1:
             raise ValueError(f"elements must be at least 1, got {elements}")
         if not possible(algorithm, compression):
-            raise ValueError(f"compression by a ring must be none or bf16, got {compression!r}")
+            raise ValueError(f"compression must be none or bf16 for the ring, got {compression!r}")
         return ALGORITHMS[algorithm](self, compression, elements)
 
     def _encoded(self, elements: int, compression: str) -> int:
@@ -205,7 +205,7 @@ class Model:
         return nbytes * self.constants["link.core"] + messages * self.constants["link.message"]
 
     def _carrying(self, nbytes: float) -> float:
-        """Seconds of a link for this number of bytes in a row."""
+        """Seconds for which a link carries this number of bytes."""
         link = self.cluster.link
         return max(nbytes - link.burst, 0.0) * link.seconds_per_byte
 
@@ -256,7 +256,7 @@ class Model:
         rounds, trips, messages = 1, 5, 5
         if compression == "none" and (nodes - 1) * nbytes / stripes <= _C.sent_whole_bytes:
             sent, trips, messages = (nodes - 1) * nbytes, 1, 2
-        elif compression != "topk":  # which selects from the whole
+        elif compression != "topk":  # top-k selects from the whole tensor
             owned = nbytes / stripes / nodes
             most = max(_C.most_tile_bytes / nodes, _C.least_transfer_bytes)
             transfer = min(max(owned / _C.internode_tiles, _C.least_transfer_bytes), most)
@@ -290,7 +290,7 @@ ALGORITHMS: dict[str, Callable[[Model, str, int], PredictedExchange]] = {
 
 
 def possible(algorithm: str, compression: str) -> bool:
-    """True if the algorithm is ours, or if DDP has a hook for the compression."""
+    """True if the algorithm is pycomm's, or if DDP has a hook for the compression."""
     return algorithm == "stripes" or compression in ("none", "bf16")
 
 
@@ -300,8 +300,8 @@ class PredictedStep:
 
     Attributes:
         bucket: the exchange of a bucket.
-        slower: the same while backward computes on the core that it needs; `bucket` if it has
-            another core.
+        slower: the exchange of a bucket while backward uses the same core; equal to `bucket` if
+            the exchange has a core of its own.
         buckets: the number of buckets, which are exchanged one after the other.
         compute: the time of a step without any exchange.
         cores: cores per rank; see :class:`Cluster`.
@@ -366,7 +366,7 @@ def predict(
     if not 0 < compute < math.inf:
         raise ValueError(f"compute must be positive and finite, got {compute}")
     cluster, buckets = model.cluster, math.ceil(parameters * ELEMENT_BYTES / bucket_bytes)
-    link = replace(cluster.link, burst=cluster.link.burst / buckets)  # there is one per step
+    link = replace(cluster.link, burst=cluster.link.burst / buckets)  # one burst per step
     model = Model(replace(cluster, link=link), model.constants, model.density)
     elements = max(parameters // buckets, 1)
     bucket = slower = model.exchange(algorithm, compression, elements)

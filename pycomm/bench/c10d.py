@@ -1,9 +1,9 @@
 """torch.distributed's operations on pycomm and on Gloo: ``python -m pycomm.bench c10d``.
 
 The smallest sizes are also timed on a backend that does nothing, which is the floor of a call
-through torch.distributed, and the smallest all-reduce as ``pycomm.all_reduce`` itself. One sample
-passes through the model of a training step, so the step exchanges 25 million fp32 parameters and
-computes little; what is left without an exchange is also timed.
+through torch.distributed. The smallest all-reduce is also timed as a call of ``pycomm.all_reduce``.
+A training step has one sample, so it exchanges 25 million fp32 parameters and computes little. The
+same step without an exchange is also timed.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _call(operation: str, nbytes: int, impl: str, group: Any) -> Callable[[], ob
 
 
 def _make_and_destroy(backend: str) -> None:
-    """A new group and its first barrier, so that no rank destroys what others are connecting to."""
+    """Makes a group, runs a barrier, so that all ranks have connected, and destroys the group."""
     group = dist.new_group(backend=backend)
     dist.barrier(group)
     dist.destroy_process_group(group)

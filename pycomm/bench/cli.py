@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> Any:
-    """Settings from a command line; exits with a message if they are not possible here.
+    """Settings from a command line; exits with a message if they cannot be measured here.
 
     Returns:
         The settings of the benchmark's own type, whose fields have the names of the arguments.
@@ -222,7 +222,11 @@ def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch
 
 def _add_shard_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group(SHARD).add_argument
-    add("--shard", action="store_true", help="time these instead; --parameters may be a list")
+    add(
+        "--shard",
+        action="store_true",
+        help="time sharded steps instead; --parameters may be a list",
+    )
     add("--scheme", dest="schemes", type=some_of(SCHEME_NAMES), default=("fp32",),
         metavar="SCHEME",
         help=f"storage: {', '.join(SCHEME_NAMES)}, or `all` (default fp32)")  # fmt: skip

@@ -32,7 +32,7 @@ class CodecTask(Task):
 
     Attributes:
         torch_way: torch's version, in a word.
-        count_wrong: counts the elements of pycomm's that are not what torch computes.
+        count_wrong: counts the elements of pycomm's result that differ from torch's.
     """
 
     torch_way: str
@@ -47,7 +47,7 @@ class CodecRow(ResultRow):
         count: number of elements.
         encoded_bytes: bytes of their encoding, header included.
         GBps: bytes that must be read plus bytes that must be written, per time.
-        stream: the fastest stream with that mix of reads and writes, in the same rounds.
+        stream: the fastest stream with the same mix of reads and writes, in the same rounds.
         stream_percent: our bandwidth over the stream's.
         torch_way: what torch did, for `torch_us`.
         torch_ratio: torch's time over ours.

@@ -1,4 +1,4 @@
-"""Collectives beside other libraries': ``python -m pycomm.bench all_reduce``, and the others.
+"""Collectives of pycomm and of other libraries: ``python -m pycomm.bench all_reduce`` and so on.
 
 The table has nccl-tests' columns.
 """
@@ -115,7 +115,7 @@ def _begin(
 def expand(settings: CollectiveSettings, ranks: int) -> Iterator[Case]:
     """Every case of a run, cut to whole elements for every rank.
 
-    What one might compare, dtypes and operations at one size, is measured close together.
+    Cases of one size, which a reader may compare, are measured close together.
     """
     for size, name, op in itertools.product(settings.sizes, settings.dtypes, settings.ops):
         dtype: torch.dtype = getattr(torch, name)
@@ -126,7 +126,7 @@ def expand(settings: CollectiveSettings, ranks: int) -> Iterator[Case]:
 
 
 def own_contestants(group: pycomm.Group, settings: CollectiveSettings) -> list[Contestant]:
-    """pycomm's: every algorithm on every buffer, then every algorithm compressed."""
+    """Makes pycomm's contestants: each algorithm on each buffer, then each algorithm compressed."""
     field: list[Contestant] = []
     for compression in settings.compressions:
         if compression == "none":
@@ -156,7 +156,7 @@ def refusals(field: list[Contestant], cases: list[Case]) -> list[str]:
 
 
 def _cuda_heap_bytes(settings: CollectiveSettings) -> int:
-    """Room for every tensor that the run takes from a CUDA window; none of it comes back."""
+    """Room for every tensor that the run takes from a CUDA window; it frees none of them."""
     if settings.device == "cpu" or "window" not in settings.buffers:
         return 0
     variants = len(settings.dtypes) * len(settings.ops) * len(settings.algorithms)
@@ -186,7 +186,7 @@ def _run_case(
 
 
 def compare(rows: list[CollectiveRow]) -> list[str]:
-    """Per size, our times beside others': the best peer's, and uncompressed ones."""
+    """Per size, ratios of pycomm's time to the best peer's, and of compressed to uncompressed."""
     return [*_compare_peers(rows), *_compare_compressed(rows)]
 
 
@@ -207,7 +207,7 @@ def _compare_peers(rows: list[CollectiveRow]) -> list[str]:
 
 
 def _compare_compressed(rows: list[CollectiveRow]) -> list[str]:
-    """Per size, the time of every compression as a ratio to the uncompressed one's."""
+    """Per size, the time of every compression as a ratio to the uncompressed time."""
     lines = []
     for what, same in _by_case(rows).items():
         ours = [row for row in same if (row.impl, row.buffer) == ("pycomm", "tensor")]

@@ -146,7 +146,7 @@ class Compressed(Pycomm):
     feedback: bool = False
 
     def refusal(self, case: Case) -> str | None:
-        """The part of a case that it cannot do, in a word or two."""
+        """The part of a case that this contestant cannot run, in a word or two; empty if it can."""
         compression = pycomm.parse_compression(self.compression)
         dtype = case.dtype_name
         if self.algorithm not in CODED_ALGORITHMS:
@@ -159,7 +159,7 @@ class Compressed(Pycomm):
             return dtype
         try:
             compression.codec(case.count, case.dtype)
-        except ValueError:  # it would send more than is there
+        except ValueError:  # top-k would send more bytes than the tensor has
             return f"{self.compression} of {dtype}"
         return None
 

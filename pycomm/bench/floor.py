@@ -7,9 +7,9 @@ fastest is the floor:
   step or tile by tile, without arithmetic.
 - Streams, for tensors in the window that are larger than caches, read and write as many bytes of
   private memory as every rank must read and write of all tensors. Only an all-reduce writes what it
-  has read; the streams of the others write other memory.
+  has read; the streams of the other collectives write other memory.
 
-A call of one rank alone shows what a call costs in which nothing crosses.
+A call in a group of one rank shows what a call costs if nothing crosses.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ LOOPBACK = first_of_node()
 
 
 def require(*modules: str) -> None:
-    """Leaves with a message that says what to install, where a module is missing."""
+    """Exits with a message that says what to install if a module is missing."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         raise SystemExit(f"needs {' and '.join(missing)}: pip install 'torch-pycomm[bench]'")
@@ -49,8 +49,8 @@ def run(
 ) -> None:
     """Calls ``body(*args)`` on every rank, with torch.distributed set up.
 
-    Under torchrun or mpirun this process is one of the ranks already, and the launcher's count
-    holds. Otherwise `ranks` processes are spawned, so `body` must be importable; if one raises, the
+    Under torchrun or mpirun this process is one of the ranks already, and `ranks` has no effect.
+    Otherwise `ranks` processes are spawned, so `body` must be importable; if one raises, the
     others are stopped and the exception is raised here.
 
     Args:
@@ -110,7 +110,7 @@ def _join(store: TCPStore, rank: int, ranks: int, timeout: float, backend: str) 
         "MASTER_PORT": str(store.port),
     }
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # By default Gloo looks for the host's own name, which containers often cannot resolve.
+    # By default Gloo looks up the host's name, which containers often cannot resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)

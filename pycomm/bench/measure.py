@@ -35,9 +35,9 @@ class Prepared:
         source: receives the input; its device is where the call works.
         result: holds the output after a call; may be `source` itself.
         call: runs what is timed once, through the API that users call.
-        data: what `source` gets before each sample, as backward writes new gradients; None if
-            it keeps what it has.
-        residual: what `call` keeps of what compression loses.
+        data: the values that `source` gets before each sample, as backward writes new gradients;
+            None if it keeps its values.
+        residual: the tensor in which `call` keeps what compression loses.
     """
 
     source: torch.Tensor
@@ -79,7 +79,7 @@ def compete(
     iters: int | None = None,
     device: str = "cpu",
 ) -> dict[str, Figures]:
-    """Times contestants by name; see :func:`interleave`. Plain calls need no new input."""
+    """Times calls by name; see :func:`interleave`. The calls get no new input."""
     nothing = torch.empty(0, device=device)
     runs = [
         run if isinstance(run, Prepared) else Prepared(nothing, nothing, run)

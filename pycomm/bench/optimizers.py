@@ -81,7 +81,7 @@ class OptimizerRow(ResultRow):
         bytes: bytes that pycomm's step moves for this scheme; the same number for peers.
         ns_per_parameter: time per element.
         stream_percent: of the bandwidth of the fastest stream with the same reads and writes.
-        ratio: time over that of pycomm's plain step in the same rounds.
+        ratio: the time over the time of pycomm's plain step in the same rounds.
     """
 
     optimizer: str
@@ -124,7 +124,7 @@ def run(settings: OptimizerBenchSettings) -> None:
 
 
 def make_task(name: str, settings: OptimizerBenchSettings) -> tuple[Task, list[str]]:
-    """A step of a scheme in every way, and what the peers say that have none."""
+    """A step of a scheme by every contestant, and the reasons of peers that have none."""
     scheme, absent = SCHEMES[name], []
     contestants = {"pycomm": our_step(settings, scheme, full=False)}
     if settings.full:

@@ -111,7 +111,7 @@ class MpiPeer(Contestant):
 
     @staticmethod
     def find() -> list[Contestant]:
-        """An all-reduce in place and one between two buffers, since their speeds differ."""
+        """Makes an all-reduce in place and one between two buffers, since their speeds differ."""
         if not launch.under_mpi():
             raise AbsentError("start the ranks with MPI: mpirun -n 2 python -m pycomm.bench ...")
         from mpi4py import MPI
@@ -208,7 +208,7 @@ def make_optimizer(
         peer: one of `OPTIMIZERS`.
         name: the rule, as the command line calls it.
         params: the parameters.
-        options: those of the rule, with torch's names.
+        options: the rule's options, with torch's names.
 
     Raises:
         ImportError: DeepSpeed is not installed.
@@ -252,7 +252,7 @@ def make_trainee(
     Args:
         name: one of `TRAINEES`.
         settings: the settings of the run.
-        dtype: that of the parameters. torch keeps its states in the same type.
+        dtype: the dtype of the parameters. torch keeps its states in the same dtype.
         lr: the learning rate of AdamW.
         group: the ranks that train.
     """

@@ -65,7 +65,7 @@ def save(figure: Figure, path: str) -> None:
 
 
 def add_grid(panel: Axes) -> None:
-    """Adds a light grid, and takes away the lines above and to the right."""
+    """Adds a light grid, and removes the lines above and to the right."""
     panel.grid(color="#DDDDDD", linewidth=0.7)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)

@@ -20,7 +20,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every benchmark is asked for; see ``python -m pycomm.bench -h``.
+    """The settings of every benchmark; see ``python -m pycomm.bench -h``.
 
     Attributes:
         benchmark: the command line's first word.
@@ -37,7 +37,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings(Settings):
-    """What a benchmark of several ranks is asked for.
+    """The settings of a benchmark of several ranks.
 
     Attributes:
         ranks: processes to start.
@@ -103,7 +103,7 @@ class Results(Generic[AnyRow]):
             write_json(self._path, self.meta, map(vars, self.rows))
 
     def comment(self, *lines: str) -> None:
-        """Prints lines that are not of the table."""
+        """Prints lines that do not belong to the table."""
         if not self._brief:
             self.say(*(f"# {line}" for line in lines))
 

@@ -2,14 +2,14 @@
 
 Forward and backward are not in the times. pycomm's contestants are timed without them: backward has
 left gradients in the window, and a call averages them and steps. Repeated calls find the same
-gradients, unsharded ones their average, so every call moves the same bytes. If gradients are
-divided, the memory in the window is used again, so there the copy into it counts, too.
+gradients, or their average if the wrapper does not shard, so every call moves the same bytes. If
+gradients are divided, their memory in the window is reused, so the copy into it counts, too.
 
-Peers cannot exchange without a backward. They take whole steps, and the time of the same step
-without exchange and optimizer is subtracted: that of DDP with a hook that does nothing for DDP and
-ZeroRedundancyOptimizer, so that its copies of gradients into buckets do not count; that of the bare
-model for FSDP2 and DeepSpeed, whose copies into and out of buffers are a part of their exchange. If
-an exchange hides behind backward, only its exposed part counts, which favours peers.
+Peers cannot exchange without a backward. They take whole steps, and the time of a step without
+exchange and optimizer is subtracted. For DDP and ZeroRedundancyOptimizer, it is a step of DDP with
+a hook that does nothing, so DDP's copies of gradients into buckets do not count. For FSDP2 and
+DeepSpeed, whose copies into and out of buffers are a part of their exchange, it is a step of the
+bare model. If an exchange hides behind backward, only its exposed part counts, which favours peers.
 
 All of them run interleaved with streams that read and write as much as a sharded step must. The
 fastest stream is the floor. Steps with clipping are a task of their own, with a floor of its own.
@@ -60,10 +60,11 @@ class ShardRow(ResultRow):
     Attributes:
         name: a mode of the wrapper, ``clipped`` with `max_norm`; or a peer.
         time_us: exchange and step.
-        ratio: the time of the unsharded wrapper over this one; with clipping if this one clips.
-        floor_percent: the floor's time over this one's.
-        wrong: parameters, over all ranks, that differ from the unsharded wrapper's after some
-            steps: in any bit, or for peers by a tenth of a step. None if peers keep fewer bits.
+        ratio: the time of the unsharded wrapper, which clips if this one clips, over this time.
+        floor_percent: the floor's time over this time.
+        wrong: the number of parameters, over all ranks, that differ from the unsharded wrapper's
+            after some steps: in any bit, or for peers by a tenth of a step. None for peers that
+            keep fewer bits.
     """
 
     scheme: str
@@ -109,7 +110,7 @@ def run(settings: ShardSettings) -> None:
 
 def _run_case(name: str, settings: ShardSettings, group: pycomm.Group) -> list[ShardRow]:
     """Checks, then times all contestants of a scheme and a size."""
-    gc.collect()  # the models of the case before, which are in cycles
+    gc.collect()  # the models of the previous case, which are in cycles
     scheme = SCHEMES[name]
     own = {
         mode: WrappedTrainee(settings, scheme, group, shard=shard) for mode, shard in MODES.items()
@@ -142,7 +143,7 @@ def _run_case(name: str, settings: ShardSettings, group: pycomm.Group) -> list[S
 
 
 def _figures(contestant: str, outcome: Outcome, base: str) -> dict[str, Any]:
-    """The times of a row. A peer's are those of its whole step minus those of an idle one."""
+    """The times of a row; for a peer, the times of its whole step minus those of an idle step."""
     figures = outcome.figures[contestant]
     time_us = figures.time_us
     if contestant in peers.TRAINEES:
@@ -159,7 +160,7 @@ def _figures(contestant: str, outcome: Outcome, base: str) -> dict[str, Any]:
 def _count_wrong(
     own: dict[str, WrappedTrainee], others: dict[str, Trainee], scheme: Scheme
 ) -> dict[str, int | None]:
-    """Takes some steps of our own, and compares parameters with the unsharded wrapper's."""
+    """Takes some steps, and compares the parameters with the unsharded wrapper's."""
     wrong: dict[str, int | None] = {}
     theirs: dict[str, int | None] = dict.fromkeys(others)
     base = own["unsharded"].model
@@ -177,7 +178,7 @@ def _count_wrong(
 
 
 class WrappedTrainee(Trainee):
-    """The wrapper with FusedAdamW, whose exchange and step also run on gradients that are ready."""
+    """The wrapper with FusedAdamW; its exchange and step also run without a backward."""
 
     def __init__(
         self, settings: TrainingSettings, scheme: Scheme, group: pycomm.Group, **options: Any
@@ -196,7 +197,7 @@ class WrappedTrainee(Trainee):
         return self
 
     def finish(self) -> None:
-        """Averages the gradients that are there, and steps; gradients may be averages already."""
+        """Averages the present gradients, which may be averages already, and steps."""
         exchange = self._wrapped._exchange
         strategy, parameters, buckets = exchange.strategy, exchange.parameters, exchange._buckets
         if isinstance(strategy, ShardGradients):

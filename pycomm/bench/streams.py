@@ -1,6 +1,6 @@
 """Tasks whose contestants all move the same bytes, beside streams that do nothing else.
 
-What is limited only by memory takes as long as a stream with the same mix of reads and writes. A
+Work that only memory limits takes as long as a stream with the same mix of reads and writes. A
 single loop has a fixed mix, so a stream is two loops, one after the other, whose reads and writes
 add up to the mix: to read 5 bytes per 4 written, ``y += a`` on a quarter of the tensor and
 ``y *= 1`` on the rest. Several such streams compete, and the fastest of them counts.
@@ -37,7 +37,7 @@ class Outcome:
     """The times of a task.
 
     Attributes:
-        figures: those of the contestants, by name.
+        figures: the contestants' figures, by name.
         stream: the fastest stream in the same rounds, which is the floor.
         stream_us: its time.
     """
@@ -85,7 +85,7 @@ class Loop:
     Attributes:
         name: for tables.
         reads: elements read per element written.
-        operands: how many of these reads come from other memory than ``y``.
+        operands: the number of these reads that come from other memory than ``y``.
         call: takes ``y`` and the operands.
     """
 
@@ -95,7 +95,7 @@ class Loop:
     call: Callable[..., object]
 
 
-# Nothing of torch's writes without reading the cache lines first.
+# No function of torch writes without reading the cache lines first.
 FILL = Loop("memset(y)", 0, 0, lambda y: ctypes.memset(y.data_ptr(), 0, y.nbytes))
 SCALE = Loop("y *= 1", 1, 0, lambda y: y.mul_(1.0))
 COPY = Loop("y = a", 1, 1, lambda y, a: y.copy_(a))
@@ -116,7 +116,7 @@ def streams(
     ladders: tuple[Ladder, ...] = LADDERS,
     group: pycomm.Group | None = None,
 ) -> dict[str, Prepared]:
-    """The competing streams by name; on a GPU only a copy, to which GPU results are compared.
+    """The competing streams by name; on a GPU only a copy, with which GPU results are compared.
 
     They share one source and one target.
 

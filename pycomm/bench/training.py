@@ -5,8 +5,8 @@ DDP with a hook that does nothing.
 
 ``overlap`` measures how much of the exchange backward hides. If each rank has one core, an exchange
 through memory takes core time from backward, so nothing can be hidden. The benchmark therefore
-emulates a link, which takes as long as backward and uses no core. Exposed is the time by which a
-step is longer than its computation.
+emulates a link, which takes as long as backward and uses no core. The exposed time is the time by
+which a step is longer than its computation.
 """
 
 # DistributedDataParallel compares hooks' annotations as objects: they must not become strings.
@@ -47,7 +47,7 @@ class TrainingSettings(RankSettings):
         parameters: approximate parameters of the model.
         batch: rows of each rank.
         modes: some of `MODES`.
-        bucket_cap_mb: of DistributedDataParallel, whose default is not one number.
+        bucket_cap_mb: as in DistributedDataParallel, whose default is not one number.
     """
 
     parameters: int
@@ -64,8 +64,8 @@ class Trainee:
         model: the wrapped module, or the module itself.
         rows: this rank's input.
         state: the state of pycomm's exchange, if there is one.
-        optimizer: None takes no steps, so that all steps of all trainees are the same.
-        calls: seconds that backward was kept, by every bucket of pycomm's.
+        optimizer: None keeps the parameters, so that all steps of all trainees are the same.
+        calls: for each of pycomm's buckets, the seconds for which it held up backward.
     """
 
     model: nn.Module
@@ -101,7 +101,7 @@ def make(
             ``"gloo"`` without a hook; ``"ddp"`` and ``"wrapper"`` are pycomm's.
         settings: the settings of the run.
         group: the ranks that train.
-        dtype: that of parameters and rows.
+        dtype: the dtype of parameters and rows.
     """
     module, rows = make_module_and_rows(settings, group.rank, dtype)
     trainee = Trainee(module, rows)
@@ -141,7 +141,7 @@ def timed(function: Callable[..., Returned], seconds: list[float]) -> Callable[.
 def make_module_and_rows(
     settings: TrainingSettings, rank: int, dtype: torch.dtype
 ) -> tuple[nn.Sequential, torch.Tensor]:
-    """The same model on all ranks, and rows of each rank's own."""
+    """The same model on all ranks, and different rows on each rank."""
     torch.manual_seed(0)
     layers = max(round(settings.parameters / (WIDTH * (WIDTH + 3))), 1)
     module = nn.Sequential(
@@ -180,8 +180,8 @@ class StepRow(ResultRow):
         idle_us: a step of DDP with a hook that does nothing.
         step_us: a step.
         exchange_us: the difference.
-        speedup: the exchange of DDP on Gloo over this one.
-        wrong: gradients, over all ranks.
+        speedup: the time of DDP's exchange on Gloo over the time of this one.
+        wrong: the number of wrong gradients, over all ranks.
     """
 
     name: str
@@ -296,11 +296,12 @@ class OverlapRow(ResultRow):
         backward_us: its backward.
         communication_us: the exchanges of the step alone, through the same link.
         step_us: a step with it.
-        exposed_us: what the step takes longer than its computation.
-        exposed_percent: of the communication.
-        call_mean_us: that handing over a bucket keeps backward: under DDP, the whole hook.
-        call_p50_us: the median of that.
-        wrong: gradients, over all ranks.
+        exposed_us: the time by which the step is longer than its computation.
+        exposed_percent: `exposed_us` as a share of the communication.
+        call_mean_us: the mean time for which handing over a bucket holds up backward: under DDP,
+            the time of the hook.
+        call_p50_us: the median of these times.
+        wrong: the number of wrong gradients, over all ranks.
     """
 
     mode: str
@@ -359,7 +360,7 @@ def _measure_overlap(mode: str, settings: TrainingSettings, group: pycomm.Group)
     def exchange_alone() -> None:
         counted = len(trainee.calls)
         link.exchange()
-        del trainee.calls[counted:]  # those of backward count
+        del trainee.calls[counted:]  # only the calls in backward count
 
     calls = {"compute": alone.step, "communication": exchange_alone, "step": trainee.step}
     compute, communication, step = measure.compete(group, calls, settings.iters).values()

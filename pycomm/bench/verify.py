@@ -1,7 +1,7 @@
 """Checks of results, before anything is timed.
 
 Collectives run on inputs whose results are known beforehand, for every dtype and order of adding.
-All values are small integers, and so are all partial results, so nothing rounds. The right answer
+All values and partial results are small integers, so nothing rounds. The right answer
 comes from a closed form, not from reducing: element i has a base, and rank r's share of it depends
 only on ``(r + i) mod n``, which takes every value from 0 to n - 1 exactly once over the ranks.
 
@@ -11,8 +11,8 @@ floats, too. With a residual nothing may be lost: the result, counted once per r
 and all ranks' residuals must add up to the inputs. Top-k promises only the last property and equal
 bits.
 
-Codecs are compared with torch's operators, gradients with the mean of all ranks', and parameters
-after some steps with those of another way to exchange.
+Codecs are compared with torch's operators, and gradients with the mean of all ranks' gradients.
+Parameters are compared, after some steps, with the parameters of another way to exchange.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import pycomm
 from pycomm.bench.contestants import Case, Compressed, Contestant
 from pycomm.bench.measure import Prepared
 
-# A prime: data that land a power of two off their place are seen.
+# A prime: the check sees data that land in a wrong place at a distance of a power of two.
 PERIOD = 251
 # Exact in bfloat16, and 8 bits: no result may pass this.
 LARGEST = 255
@@ -148,7 +148,7 @@ def _count_once(case: Case, rank: int, contestant: Compressed, prepared: Prepare
 
 
 def _unlike_first(result: torch.Tensor) -> int:
-    """The number of elements with other bits than on rank 0."""
+    """The number of elements whose bits differ from rank 0's."""
     first = result.clone()
     dist.broadcast(first.view(torch.uint8), 0)
     bits = torch.int32 if result.element_size() == 4 else torch.int16
@@ -182,7 +182,7 @@ def _lost(case: Case, result: torch.Tensor, residual: torch.Tensor) -> int:
 def count_far_decoded(
     codec: pycomm.Int8, x: torch.Tensor, wire: torch.Tensor, taken: torch.Tensor, add: bool
 ) -> int:
-    """Elements that int8 leaves further off than half a scale plus rounding errors."""
+    """The number of elements with a larger error than half a scale of int8 plus rounding errors."""
     if add:
         taken.copy_(x)
     codec.decode(codec.encode(x, wire), x.numel(), taken, add=add)
@@ -194,7 +194,7 @@ def count_far_decoded(
 
 
 def count_unselected(codec: pycomm.TopK, x: torch.Tensor, largest: torch.Tensor) -> int:
-    """Elements out of order, with wrong values, or smaller than the largest magnitudes."""
+    """The number of selected elements that are out of order, wrong in value, or too small."""
     indices, values = codec.select(x)
     if len(indices) != len(largest) or len(values) != len(largest):
         return len(largest)
@@ -206,13 +206,13 @@ def count_unselected(codec: pycomm.TopK, x: torch.Tensor, largest: torch.Tensor)
 def count_unlike(
     codec: pycomm.Compression, x: torch.Tensor, wire: torch.Tensor, expected: torch.Tensor
 ) -> int:
-    """Elements that a codec decodes to other values than expected."""
+    """The number of elements that a codec decodes to other values than expected."""
     decoded = codec.decode(codec.encode(x, wire), x.numel(), dtype=x.dtype)
     return int((decoded != expected).sum())
 
 
 def count_wrong_gradients(trained: nn.Module, alone: nn.Module) -> int:
-    """The number of gradients, over all ranks, that are not the mean of all ranks' own."""
+    """The number of gradients, over all ranks, that are not the mean of all ranks' gradients."""
     wrong = torch.zeros((), dtype=torch.int64)
     for ours, theirs in zip(trained.parameters(), alone.parameters(), strict=True):
         assert ours.grad is not None

@@ -219,11 +219,13 @@ def checked(
         )
     for name in _ALWAYS:
         if name not in names and _storage.place_in(saved, name) in saved:
-            raise ValueError(f"a state of the checkpoint has {name}: of another kind of optimizer")
+            raise ValueError(
+                f"a state of the checkpoint has {name}: it is of another kind of optimizer"
+            )
     for name in names if saved else ():
         place = _storage.place_in(saved, name)
         if name in _ALWAYS and place not in saved:
-            raise ValueError(f"a state of the checkpoint has no {name}, but {', '.join(saved)}")
+            raise ValueError(f"a state of the checkpoint has no {name}, only {', '.join(saved)}")
         stored = saved.get(place)
         if stored is None:
             continue
@@ -231,8 +233,8 @@ def checked(
         code = _storage.place_of(name, torch.uint8)
         if (stored.dtype == torch.uint8) != (place == code):
             raise ValueError(
-                f"{place} is of type {stored.dtype}, but codes of 8 bits are kept under {code}, "
-                "and nothing else is"
+                f"{place} has dtype {stored.dtype}: states with dtype uint8 must be under {code}, "
+                "and all others under other names"
             )
         if place == code:
             _check_scales(_storage.scale_name(name), saved, param)
@@ -275,16 +277,16 @@ def _check_forms(saved: Mapping[str, Any], names: tuple[str, ...]) -> None:
 def _check_shape(name: str, stored: torch.Tensor, param: torch.Tensor) -> None:
     if stored.shape != param.shape:
         raise ValueError(
-            f"{name} has shape {tuple(stored.shape)}, its parameter {tuple(param.shape)}"
+            f"{name} has shape {tuple(stored.shape)}, but its parameter {tuple(param.shape)}"
         )
 
 
 def _check_scales(name: str, saved: Mapping[str, Any], param: torch.Tensor) -> None:
     scales, blocks = saved.get(name), _storage.blocks_of(param)
     if scales is None:
-        raise ValueError(f"a state of the checkpoint in 8 bits has no {name}")
+        raise ValueError(f"an 8-bit state of the checkpoint has no {name}")
     if scales.shape != (blocks,):
-        raise ValueError(f"{name} has shape {tuple(scales.shape)}, its state {blocks} blocks")
+        raise ValueError(f"{name} must have shape {(blocks,)}, got {tuple(scales.shape)}")
 
 
 def _adopt_state(
@@ -438,14 +440,15 @@ class TensorPart(torch.Tensor):
                 inverse = self._sorted(range(len(sizes)))
                 return self.own[begin:end].view(sizes).permute(inverse)
             begin = end
-        raise ValueError(f"{index.fqn}: no box of this rank begins at {index.offset}")
+        raise ValueError(f"{index.fqn}: no chunk of this rank begins at {index.offset}")
 
 
 def _in_parts(part: Part, param: torch.Tensor, state: Mapping[str, Any]) -> State:
     """A sharded parameter's state with this rank's part as a :class:`TensorPart`."""
     if part.in_pieces:  # on all ranks
         raise RuntimeError(
-            "sharded_state_dict() must come after a step: parts of lost ranks have not moved yet"
+            "sharded_state_dict() must be called after a step: parts of lost ranks have not "
+            "moved yet"
         )
     made: State = {}
     order = tuple(sorted(range(param.dim()), key=lambda dim: -param.stride()[dim]))
@@ -541,7 +544,7 @@ class AdoptedParts(Adopted):
             begin, count = part.first // unit, -(-part.own.numel() // unit)
             if not isinstance(value, TensorPart) or (value.begin, len(value.own)) != (begin, count):
                 raise ValueError(
-                    f"{name} must be elements {begin} to {begin + count} of it, got {value!r}: "
+                    f"{name} must have its elements {begin} to {begin + count}, got {value!r}: "
                     "load the checkpoint into sharded_state_dict() of this optimizer"
                 )
             self._state[name] = value

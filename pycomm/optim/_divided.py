@@ -162,7 +162,7 @@ class DividedOptimizer(StatefulOptimizer):
             ValueError: the states are divided in another group.
         """
         if any(part.group is not group for part in self._parts().values()):
-            raise ValueError("share_state() must come after regroup() if states are sharded")
+            raise ValueError("share_state() must be called after regroup() if states are sharded")
         state_dict = self._state_dict()
         states, divided = state_dict["state"], {}
         for number, param in enumerate(self._params()):
@@ -199,9 +199,7 @@ class DividedOptimizer(StatefulOptimizer):
         for number, each in state["divided"].items():
             param, part = params[number], part_of(params[number])
             if part is None:
-                raise ValueError(
-                    "the parameters must be sharded, as those of the rank that sends states"
-                )
+                raise ValueError("the parameters must be sharded, as on the rank that sends states")
             ranges = tuple(OwnedRange(*own) for own in each["ranges"])
             self.state[param] = {n: tensor.to(param.device) for n, tensor in each["state"].items()}
             self._held[param] = Part.held(part.shards, group, ranges, param)

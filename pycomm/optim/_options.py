@@ -82,7 +82,7 @@ def check_torch_flags(flags: Group) -> None:
 def check_rates(lr: float | torch.Tensor, **rates: float) -> None:
     """Raises ValueError for values that torch's optimizers also refuse."""
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError("lr must have one element where it is a tensor")
+        raise ValueError(f"lr must have one element if it is a tensor, got {lr.numel()}")
     for name, value in {"lr": float(lr), **rates}.items():
         if not value >= 0:
             raise ValueError(f"{name} must not be negative, got {value}")

@@ -338,8 +338,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         if _checkpoint.ELSEWHERE in state_dict:
             raise ValueError(
-                "the checkpoint has no states, which only rank "
-                f"{state_dict[_checkpoint.ELSEWHERE]} has gathered: load its on all ranks"
+                "the checkpoint has no states, because only rank "
+                f"{state_dict[_checkpoint.ELSEWHERE]} has gathered them: load that rank's "
+                "checkpoint on all ranks"
             )
         _checkpoint.check_groups(type(self).__name__, self.defaults, state_dict["param_groups"])
         # torch would cast states to the parameter's type, which ruins them, so hide them from it.
@@ -489,7 +490,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._check_param(param)
         if _executors.is_capturing(param.device):
             raise RuntimeError(
-                f"{type(self).__name__}: states must exist before a step is captured: take one"
+                f"{type(self).__name__}: take one step before capturing a step, to make the states"
             )
         self._hold(param)
         self._new.append(param)

@@ -86,7 +86,7 @@ def futures(rank, size):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_futures_hold_the_outputs_of_the_call():
-    """As Gloo's, but for all_gather_into_tensor those of NCCL: the tensor, not views of it."""
+    """As with Gloo; for all_gather_into_tensor as with NCCL: the tensor, not views of it."""
     for found in backends.run(2, futures):
         assert all(found.values()), found
 

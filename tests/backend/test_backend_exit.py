@@ -36,7 +36,7 @@ def new_group(size=1, rank=0, store=None):
 
 
 def exit_with_pending_futures(start):
-    """Exits with callbacks to come, and with the process group still there; rank 1 never comes."""
+    """Exits with pending callbacks and an existing process group; rank 1 never comes."""
     store = tempfile.mkdtemp() + "/store"
     pid = os.fork()
     new_group(2, 0 if pid else 1, store)
@@ -98,7 +98,7 @@ def wait_in_a_fork():
 
 
 def no_threads():
-    """A future that no thread would complete is refused; its operation goes on."""
+    """If no thread can complete it, a future is refused, and its operation goes on."""
     new_group()
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     x = torch.zeros(3)
@@ -135,7 +135,7 @@ def large_stacks():
 
 
 def test_exits_and_forks():
-    """Each program is a process of its own, at the same time as the others."""
+    """Each program runs in a process of its own, at the same time as the others."""
     texts = {name: f"import {__name__}\n{__name__}.PROGRAMS[{name!r}]()" for name in PROGRAMS}
     env = {"PYTHONPATH": os.pathsep.join(sys.path)}
     ends = programs.run_all(texts, env=env, before=large_stacks)

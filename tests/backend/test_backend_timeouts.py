@@ -51,7 +51,7 @@ def test_set_timeout(what):
 
 
 def over_gloo(rank, size, store, early):
-    """Sparse tensors go over Gloo, which is made when it is needed."""
+    """Sparse tensors go over Gloo, whose group is made when it is needed."""
     spanning.pretend("ab"[rank])
     backends.join(rank, size, store)
     x = torch.sparse_coo_tensor([[0]], [1.0], (3,))

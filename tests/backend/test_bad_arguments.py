@@ -1,4 +1,4 @@
-"""What the backend raises for bad arguments, beside Gloo: handlers written for torch catch it."""
+"""The backend's errors for bad arguments, beside Gloo's: code written for torch catches them."""
 
 import datetime
 import re
@@ -112,12 +112,12 @@ def test_errors_beside_those_of_gloo():
 
 
 def clean(text):
-    """Whether a message has neither a place in the source nor the frames of C++."""
+    """Whether a message has no place in the source and no frames of C++."""
     return not re.search(r"\.(h|cpp|cuh|cu):\d|csrc/|Exception raised from|frame #", text)
 
 
 def test_messages_name_no_source_files(world):
-    """Those of pycomm._C, of torch.ops, and of the optimizers."""
+    """The messages of pycomm._C, of torch.ops, and of the optimizers."""
     group = world(1).groups[0]
     x = ones(4)
     calls = [

@@ -18,7 +18,7 @@ PAGE = 4096
 
 
 def error_of(call):
-    """The error, which keeps the frames that it went through; None without one."""
+    """The error of a call, which keeps the frames that it went through; None if it succeeds."""
     try:
         call()
     except BaseException as error:
@@ -27,7 +27,7 @@ def error_of(call):
 
 
 def reduce_on(group):
-    """Without torch's functions, which hide the errors of a group that is destroyed."""
+    """Reduces without torch's functions, which hide the errors of a group that is destroyed."""
     return error_of(lambda: group.allreduce([torch.ones(3)]).wait())
 
 
@@ -127,7 +127,7 @@ def destroy_while(rank, _size):
 
 
 def destroy_during(name, group):
-    """The error of a first use, if the group is destroyed when it has come to a function."""
+    """The error of a first use, if the group is destroyed when the use has come to a function."""
     owner = pycomm.backend if name == "make_group" else Subgroup
     whole, reached, go_on = getattr(owner, name), threading.Event(), threading.Event()
 

@@ -162,7 +162,7 @@ def test_uncompressed_training_has_the_same_bits(mesh_shape, policy):
 
 @KINDS
 def test_int8_training_converges(mesh_shape, policy):
-    """On every rank with the same parameters, and about as well as without compression."""
+    """All ranks have the same parameters, and losses are about those without compression."""
     size = 2 * len(mesh_shape)
     (dense, _), *_ = backends.run(size, trained, None, mesh_shape, policy)
     coded = backends.run(size, trained, "int8", mesh_shape, policy)
@@ -281,7 +281,7 @@ def overflowing(rank, size):
 
 
 def test_infinities_reach_the_owner():
-    """As NaN, in the whole block of 256."""
+    """The owner gets NaN in the whole block of 256."""
     assert backends.run(2, overflowing) == [list(range(256, 512)), []]
 
 

@@ -28,7 +28,7 @@ BITWISE = [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
 
 
 def values(dtype, count, seed):
-    """The same on every rank that passes the same seed."""
+    """Random values, the same on every rank that passes the same seed."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).to(dtype)
@@ -72,7 +72,7 @@ def reduced(parts, op):
 
 
 class Works:
-    """Several works, as one."""
+    """Several works as one work."""
 
     def __init__(self, works):
         self.works = works

@@ -16,7 +16,7 @@ import pycomm
 
 
 def ring(rank, size, dtype):
-    """Everyone sends to the next rank and receives from the one before, large and small."""
+    """Every rank sends to the next rank and receives from the rank before, large and small."""
     results = []
     for count in (0, 1, 1000, 3_000_000):
         x = torch.full((count,), rank + 1).to(dtype)
@@ -214,7 +214,7 @@ def test_messages_among_collectives():
 
 
 def pretending(rank, size, store, nodes):
-    """Nothing goes over Gloo between nodes but sparse tensors."""
+    """Between nodes, only sparse tensors go over Gloo."""
     spanning.pretend(nodes[rank])
     logged = logging.handlers.MemoryHandler(1000)
     logging.getLogger("pycomm").addHandler(logged)

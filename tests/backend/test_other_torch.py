@@ -69,7 +69,7 @@ def environment(tmp_path):
 
 @pytest.fixture
 def here(environment, monkeypatch):
-    """The same in this process, for what need not load the module."""
+    """Sets these variables in this process, for tests that do not load the module."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     return environment

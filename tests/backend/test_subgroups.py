@@ -160,7 +160,7 @@ def test_a_rank_that_left_without_using_the_group():
 
 
 def in_window(rank, size):
-    """A tensor of the window lies in every group's, and stays valid after one of them is gone."""
+    """A tensor in the window lies in the windows of all groups, and outlives one that ends."""
     default = dist.group.WORLD._get_backend(torch.device("cpu"))
     x = default.allocate_tensor(100_000, dtype=torch.float32, device=torch.device("cpu"))
     results = []
@@ -208,7 +208,7 @@ def test_a_tensor_survives_the_failure_of_one_group():
 
 
 def split_and_merge(rank, _size):
-    """Both need no function of torch.distributed's own, which demand an accelerator."""
+    """Splits and merges without torch.distributed's functions, which demand an accelerator."""
     world = dist.group.WORLD
     half = world.split_group([0, 1] if rank < 2 else [2, 3])
     x = torch.full((3,), float(rank))

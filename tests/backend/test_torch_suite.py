@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch_suite
 
-# The number of tests that run on so many ranks in torch 2.13; Gloo passes as many.
+# By number of ranks, the number of tests that run in torch 2.13; Gloo passes as many.
 COUNTS = {2: 89, 3: 89, 4: 92}
 
 

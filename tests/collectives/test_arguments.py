@@ -17,14 +17,14 @@ def group():
 
 @pytest.fixture(scope="module")
 def pair():
-    """Rank 0 of two: bad arguments must raise before anybody is waited for."""
+    """Rank 0 of two: bad arguments must raise before it waits for rank 1."""
     with pycomm.LocalWorld(2, timeout=5) as local_world:
         yield local_world.groups[0]
 
 
 X = torch.ones(6)
 
-# What is called, which exception comes, what its message says.
+# The call, the type of the exception, a part of its message.
 BAD_CALLS = {
     "op": (
         lambda g: pycomm.all_reduce(X, "mean", group=g),
@@ -70,13 +70,13 @@ BAD_CALLS = {
     "a reduction of torch's": (
         lambda g: pycomm.all_reduce(X, dist.ReduceOp.PREMUL_SUM, group=g),
         ValueError,
-        "op must be one of sum, avg, min, max, prod, band, bor, bxor, or torch.distributed's "
-        "ReduceOp of that meaning, got <RedOpType.PREMUL_SUM",
+        "op must be one of sum, avg, min, max, prod, band, bor, bxor, or the same ReduceOp of "
+        "torch.distributed, got <RedOpType.PREMUL_SUM",
     ),
     "a reduction that is not compressed": (
         lambda g: pycomm.compressed_all_reduce(X, pycomm.Int8(), op=dist.ReduceOp.MAX, group=g),
         ValueError,
-        "op must be one of avg, sum, or torch.distributed's ReduceOp of that meaning, got",
+        "op must be one of avg, sum, or the same ReduceOp of torch.distributed, got",
     ),
     "a name as src": (
         lambda g: pycomm.broadcast(X, "0", group=g),
@@ -102,7 +102,7 @@ BAD_CALLS = {
         lambda _: pycomm.all_reduce(X),
         ValueError,
         "group must be given by the ranks of a pycomm.LocalWorld, which have no default group: "
-        "pass the one that LocalWorld.run gave to this rank",
+        "pass the group that LocalWorld.run gave to this rank",
     ),
     "an int as output": (
         lambda g: pycomm.all_gather(3, X, group=g),
@@ -278,7 +278,7 @@ def test_async_calls_raise_at_once_too(pair):
 
 
 def test_what_is_allowed(group):
-    """Just inside the borders of the errors above."""
+    """Values just inside the limits that the errors above name."""
     x = torch.ones(3, requires_grad=True)
     with torch.no_grad():
         assert pycomm.all_reduce(x, group=group) is x
@@ -305,9 +305,13 @@ def test_ops_check_what_they_are_given(group):
         ops.all_reduce_(X, "sum", "x", group.name)
     with pytest.raises(ValueError, match="src must be a rank"):
         ops.broadcast_(X, 1, group.name)
-    with pytest.raises(ValueError, match="input must have group size times as many elements"):
+    with pytest.raises(
+        ValueError, match=r"input must have 1 \(the group's size\) times as many elements"
+    ):
         ops.reduce_scatter_(X, X[:3], "sum", group.name)
-    with pytest.raises(ValueError, match="output must have group size times as many elements"):
+    with pytest.raises(
+        ValueError, match=r"output must have 1 \(the group's size\) times as many elements"
+    ):
         ops.all_gather_(X, X[:3], group.name)
     with pytest.raises(ValueError, match="max, prod, band, bor, bxor for bool, got avg"):
         ops.all_reduce(torch.ones(3, dtype=torch.bool), "avg", "auto", group.name)

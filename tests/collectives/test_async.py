@@ -116,7 +116,7 @@ def test_tensors_live_until_the_work_is_done(world):
 
 
 def test_dropped_works_still_happen(world):
-    """Neither the work nor the tensors are held by anybody while the peers are late."""
+    """The program keeps neither the work nor the tensors while the peers are late."""
     local_world = world(2)
     late, early = local_world.groups
     x = torch.ones(10_000)
@@ -139,7 +139,7 @@ def test_dropped_works_still_happen(world):
     pycomm.barrier(group=early)
     assert torch.equal(x, torch.ones(10_000))
     del kept
-    # What was kept alive is let go at the latest when the next dropped work looks.
+    # Tensors that were kept alive are freed at the latest when another work is dropped.
     pycomm.barrier(group=early, async_op=True)
     pycomm.barrier(group=late)
     gc.collect()

@@ -17,7 +17,7 @@ def every(value, tensors):
     return [value] * len(tensors)
 
 
-# An operator on a rank, and in one process the function of all ranks' inputs that it computes.
+# An operator on a rank, and the same function of all ranks' inputs in one process.
 OPERATORS = {
     "all_reduce sum": (
         lambda x, group: OPS.all_reduce(x, "sum", "ring", group.name),
@@ -67,7 +67,7 @@ def loss_of(y, rank):
 
 
 def derivatives(loss, inputs):
-    """First derivatives, and those of the sum of their squares."""
+    """First derivatives, and the derivatives of the sum of their squares."""
     first = torch.autograd.grad(loss, inputs, create_graph=True, materialize_grads=True)
     squares = sum((g * g).sum() for g in first)
     second = torch.autograd.grad(squares, inputs, materialize_grads=True)
@@ -269,7 +269,7 @@ def graphs(group):
 
 
 def test_ranks_compile_the_same_graphs():
-    """So that a cache which ranks share, as torch's on disk, cannot mix them up."""
+    """Then ranks can share a compiler's cache, such as torch's on disk."""
     first, second = helpers.run_group(2, graphs)
     assert len(first) == 2
     assert first == second
@@ -277,7 +277,7 @@ def test_ranks_compile_the_same_graphs():
 
 
 def test_transforms_of_functions_raise(world):
-    """torch.func's grad, instead of a wrong result."""
+    """torch.func.grad raises instead of giving a wrong result."""
     group = world(1).groups[0]
 
     def loss(x):

@@ -49,7 +49,7 @@ def numbers(dtype, count, rank):
 
 
 def reference(dtype, op, tensors):
-    """What torch computes with a rank's tensor after the other."""
+    """The result of torch, which takes the ranks' tensors one after the other."""
     if op in BITWISE:
         whole = [tensor.view(WHOLE.get(dtype, dtype)) for tensor in tensors]
         return functools.reduce(BITWISE[op], whole).view(dtype)

@@ -71,7 +71,7 @@ def test_tensors_do_not_overlap(group):
 
 
 def test_memory_goes_back(world, monkeypatch):
-    """A loop that takes far more in all than the window has, in pieces that do not fit together."""
+    """A loop takes far more memory in total than the window has, in pieces of different sizes."""
     monkeypatch.setattr("pycomm.local_world.slice_bytes", lambda: 256 << 20)
     group = world(2).groups[0]
     for turn in range(40):

@@ -61,7 +61,7 @@ def test_only_large_outputs_without_pages_get_huge_ones(world):
 
 
 def test_parts_of_pages(world):
-    """Outputs that begin and end inside of pages keep what lies around them."""
+    """Outputs that begin and end inside of pages do not change the memory around them."""
 
     def body(group):
         whole = fresh(16)

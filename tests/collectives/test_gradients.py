@@ -142,7 +142,7 @@ def test_gradients_around_an_operator_are_right(world, backend):
     assert x.grad.tolist() == [3.0] * COUNT
 
 
-# Whatever changes a tensor tells autograd, which may have saved it for backward.
+# Every operation that changes a tensor tells autograd, which may have saved it for backward.
 CHANGES = {
     "all_reduce": lambda t, group: pycomm.all_reduce(t, group=group),
     "all_reduce later": lambda t, group: pycomm.all_reduce(t, group=group, async_op=True).wait(),

@@ -1,6 +1,6 @@
 """Tensors of other memory than the group's: host memory stands in, the bits are the same.
 
-On the CPU groups are told to stage whatever they are given; the last tests use a device.
+On the CPU, groups are told to stage all tensors; the last tests use a device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ COMPRESSIONS = [
 
 
 def compressed(group: pycomm.Group, device: str) -> list[torch.Tensor]:
-    """Steps with everything that is kept, and one that meets an infinity."""
+    """Steps with residuals and velocities, and one with an infinity."""
     made = []
     for compression in COMPRESSIONS:
         state = {"residual": torch.zeros(70_001, device=device)}
@@ -88,7 +88,7 @@ def test_the_same_bits(world, staging, function):
 
 
 def test_results_come_with_the_wait(world, staging):
-    """The tensor itself is not touched by others than its own stream."""
+    """Only the tensor's own stream changes the tensor."""
     staging()
 
     def body(group):

@@ -88,7 +88,7 @@ def returning_early(group, culprit, seen):
 @pytest.mark.parametrize("nodes", [[3], [2, 1], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_rank_that_returns_early_releases_the_others(world, culprit, nodes):
-    """At once; its own work that was under way is done for all."""
+    """It releases them at once; its pending work still completes for all ranks."""
     seen = {}
     for work in world(3, nodes=nodes).run(returning_early, culprit, seen):
         work.wait()
@@ -99,7 +99,7 @@ def test_a_rank_that_returns_early_releases_the_others(world, culprit, nodes):
 
 
 def test_a_rank_that_returns_first_disturbs_nobody(world):
-    """Operations for which it has done its part succeed, and so do its later ones."""
+    """Operations for which it has done its part succeed, and so do its later operations."""
 
     def body(group, turn):
         x = pycomm.all_reduce(torch.ones(100_000), algorithm="ring", group=group)

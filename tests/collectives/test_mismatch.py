@@ -1,4 +1,4 @@
-"""Disagreement: every rank raises Mismatch and shows both sides; then the group is done for."""
+"""If ranks disagree, every rank raises Mismatch with both calls, and the group is unusable."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ import pycomm
 from pycomm._inputs import operation_of
 from pycomm._runtime import log as runtime_log
 
-# What most ranks call, what one calls instead, and what of each must be in the message.
+# The call of most ranks, the call of one rank, and the parts of both that messages must have.
 DISAGREEMENTS = {
     "count": ("sum(8)", "sum(9)", "8 elements", "9 elements"),
     "dtype": ("sum(8)", "sum(8, torch.float16)", "float32", "float16"),
@@ -160,7 +160,7 @@ def test_asynchronous_work_raises_it_when_waited_for(world):
     def body(group):
         good = pycomm.all_reduce(torch.ones(4), group=group, async_op=True)
         bad = pycomm.all_reduce(torch.ones(4 + group.rank), group=group, async_op=True)
-        # Refused at once, or it shares the failure: whether that has been seen by now is luck.
+        # It is refused at once, or fails like the others: the rank may not know of the failure yet.
         with pytest.raises((pycomm.GroupUnusable, pycomm.Mismatch), match="5 elements"):
             pycomm.all_reduce(torch.ones(4), group=group, async_op=True).wait()
         good.wait()
@@ -232,7 +232,7 @@ with pycomm.LocalWorld(2) as world:
 
 @pytest.mark.parametrize("log", ["debug", "info"])
 def test_where_calls_come_from(tmp_path, log):
-    """The line is told if the calls differ, and is no difference itself."""
+    """The error has the lines of calls that differ; different lines alone are no mismatch."""
     script = tmp_path / "script.py"
     script.write_text(SITES)
     said = subprocess.run(

@@ -31,7 +31,7 @@ def mappings():
 
 
 def forbid(ranks, size, what):
-    """Takes their staging and heaps away; touching them would be the end of this process."""
+    """Makes ranks' staging and heaps inaccessible: a process that touches them is killed."""
     data = helpers.data_begin(size)
     before_heap = data + STAGING + SUBJECTS
     heap = slice_bytes() - before_heap
@@ -49,7 +49,7 @@ def forbid(ranks, size, what):
 
 
 def reduce_with_blinkers(group, algorithm, in_window, needed, what):
-    """`needed` ranks' data stay open; of the others only the page of flags."""
+    """The data of the ranks `needed` stay accessible; of other ranks only the page of flags."""
     x = group.empty(50_000) if in_window else torch.empty(50_000)
     for turn in range(4):
         x.fill_(group.rank + 1)

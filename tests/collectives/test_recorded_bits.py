@@ -56,7 +56,7 @@ STORAGES = (
 
 @functools.lru_cache(128)  # ranks, steps and types have the same
 def numbers(n: int, seed: int) -> np.ndarray:
-    """From -1 to 1, of many magnitudes, by integer arithmetic: the same everywhere."""
+    """Numbers from -1 to 1 of many magnitudes, made by integer arithmetic: the same everywhere."""
     x = np.arange(n, dtype=np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)

@@ -13,7 +13,7 @@ LAYOUTS = ("plain", "offset", "strided", "window", "window offset", "window on e
 
 
 def block_counts(size, dtype):
-    """Around the borders of a slot's share."""
+    """Counts around the size of a rank's share of a slot."""
     slot = golden.slot_elements(sweep.small_staging(size), dtype.itemsize)
     share = max(slot // size, 1)
     return sorted(

@@ -59,7 +59,7 @@ def test_abort_in_the_middle(world, size, algorithm):
 
 
 def outlive_a_sleeper(group, algorithm, folder):
-    """The error, and true if no other rank has touched the tensor when all have ended."""
+    """Returns the error, and true if no other rank has changed the tensor when all have ended."""
     mark = folder / f"{group.rank}"
     error, x = repeat_until_it_fails(group, algorithm, 2 << 20, mark.touch)
     (folder / f"{group.rank} raised").touch()

@@ -75,7 +75,7 @@ def test_deterministic_has_one_order_for_all_sizes(world):
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_flags_and_epochs_wrap(size):
-    """They start a little below 2^32; every operation and algorithm crosses it by turns."""
+    """They start a little below 2^32, and wrap in each operation and algorithm in turn."""
     for before in (1, 3, 1000):
         with pycomm.LocalWorld(
             size, 30, staging_bytes=sweep.small_staging(size), _first_epoch=2**32 - before
@@ -88,7 +88,7 @@ def test_flags_and_epochs_wrap(size):
     [(9, 80), (16, 40), pytest.param(9, 500, marks=LONG), pytest.param(16, 250, marks=LONG)],
 )
 def test_a_fresh_window_holds_nothing_that_passes_for_new(size, worlds):
-    """Zeros look like future epochs; ranks must wait for missing data all the same."""
+    """Zeros look like future epochs; ranks must still wait for missing data."""
 
     def body(group):
         results = []

@@ -118,7 +118,7 @@ def test_the_bits_of_all_reduce(world):
 
 @pytest.mark.parametrize("in_window", [False, True])
 def test_traffic(world, in_window):
-    """Zero copy writes to the root or reads from it; nobody reads what it does not need."""
+    """Zero copy writes to the root or reads from it; no rank reads data that it does not need."""
     count, size, root = 3000, 3, 2
 
     def body(group):
@@ -220,7 +220,7 @@ def test_bad_calls(world, name):
 
 
 def test_tensors_without_a_result_are_not_written_to():
-    """Not even to put back what was there: they may be expanded, or in use elsewhere."""
+    """Not even to restore their values: they may be expanded, or in use elsewhere."""
 
     def body(group):
         strided, out = torch.arange(8.0)[::2], [torch.empty(4) for _ in range(2)]

@@ -123,7 +123,7 @@ def same_answer(tensor, *positional, **named):
 
 @pytest.mark.parametrize("name", NONSENSE)
 def test_nonsense_raises_the_same(world, name):
-    """Alone and together with a second nonsense, of which both ways name the same."""
+    """Bad arguments alone and in pairs; of a pair, both ways name the same argument."""
     group = world(1).groups[0]
     for value in NONSENSE[name]:
         for other, others in [("", ()), *NONSENSE.items()]:

@@ -75,7 +75,7 @@ def usual(name, rank, *shape, dtype=torch.float32):
 
 
 def bits(value):
-    """What can be compared: of a tensor its type, shape, version and elements."""
+    """A value that can be compared; for a tensor its type, shape, version and elements."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     version = None if value.is_inference() else value._version
@@ -84,7 +84,7 @@ def bits(value):
 
 
 def answer(function, given, group, positional=()):
-    """What a call returns, as the name of an argument, or its error; and all its tensors then."""
+    """The argument that a call returns, or its error; and all its tensors afterwards."""
     try:
         value = function(*positional, **given, group=group)
         if isinstance(value, pycomm.Work):
@@ -511,7 +511,7 @@ def test_works_keep_memory(name):
 
 @pytest.mark.parametrize("name", WITH_TENSORS)
 def test_other_ranks_may_go_the_other_way(world, name):
-    """Ranks announce the same, whichever way they go."""
+    """Ranks announce the same operation by either way."""
 
     def body(group, ways):
         function = (getattr(pycomm, name), helpers.whole_way(name))[ways[group.rank]]

@@ -1,4 +1,4 @@
-"""Every kind of tensor at every door: served, or refused by name; never a crash."""
+"""Every function takes every kind of tensor, or refuses it by name; nothing crashes."""
 
 import helpers
 import pytest

@@ -1,4 +1,4 @@
-"""Several threads on one group take turns; several groups do not mind each other."""
+"""Several threads on one group take turns; several groups do not affect each other."""
 
 import sys
 import threading
@@ -109,7 +109,7 @@ def close_while_others_submit(_rank, _size, _store, turns):
 
 
 def test_close_while_others_submit():
-    """Whatever comes later is refused; in a process of its own, which a stray worker would end."""
+    """Later calls are refused. Runs in a process of its own, which a stray worker would end."""
     helpers.run_ranks(1, close_while_others_submit, 300)
 
 

@@ -66,11 +66,15 @@ def meshes(rank, size, store):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     with pytest.raises(ValueError, match="group must be a DeviceMesh of one dimension, got Dev"):
         pycomm.init(mesh)
-    with pytest.raises(TypeError, match=r"group must be a pycomm\.Group or None, got .*: make one"):
+    with pytest.raises(TypeError, match=r"group must be a pycomm\.Group or None, got .*: make a"):
         pycomm.all_reduce(torch.ones(1), group=mesh["inner"])
-    with pytest.raises(TypeError, match=r"make one of it, once, with pycomm\.init\(group\)"):
+    with pytest.raises(
+        TypeError, match=r"make a pycomm.Group from it, once, with pycomm\.init\(group\)"
+    ):
         pycomm.barrier(group=dist.group.WORLD)
-    with pytest.raises(TypeError, match=r"make one of it, once, with pycomm\.init\(group\)"):
+    with pytest.raises(
+        TypeError, match=r"make a pycomm.Group from it, once, with pycomm\.init\(group\)"
+    ):
         pycomm.DataParallel(torch.nn.Linear(1, 1), group=dist.group.WORLD)
     with pycomm.init(mesh["inner"]) as group, pycomm.init(dist.group.WORLD, None) as world:
         ranks = torch.tensor([rank])
@@ -217,4 +221,4 @@ def test_a_worker_of_a_data_loader_is_no_rank(tmp_path, how):
     assert done.returncode == 0, done.stderr
     assert "made a group" not in done.stdout
     # A forked worker of a process that has a group refuses that one instead.
-    assert done.stdout.count("such as a worker of a DataLoader, and no rank itself") == 2
+    assert done.stdout.count("such as a worker of a DataLoader, and not a rank itself") == 2

@@ -44,7 +44,7 @@ def test_a_header_that_differs(fd, field, name):
     os.pwrite(fd, HEADER.pack(*values), 0)
     message = f"the window's {name} is {expected + 1}, this rank's is {expected}"
     if field == 0:
-        message = "the file is no window of pycomm's"
+        message = "the file is not a pycomm window"
     with pytest.raises(ValueError, match=re.escape(message)):
         _C.Window(fd, *SIZES)
     assert not Path(f"/proc/self/fd/{fd}").exists()  # it was the window's, which is not there
@@ -63,12 +63,12 @@ def test_a_file_that_is_no_window(tmp_path):
         path = tmp_path / "file"
         path.write_bytes(content)
         fd = os.open(path, os.O_RDWR)
-        with pytest.raises(ValueError, match="the file is no window of pycomm's"):
+        with pytest.raises(ValueError, match="the file is not a pycomm window"):
             _C.Window(fd, *SIZES)
 
 
 def test_a_file_that_has_been_cut_short(fd, tmp_path):
-    """Or its end would be a SIGBUS."""
+    """Otherwise reading beyond its end would raise SIGBUS."""
     copy = os.open(tmp_path / "copy", os.O_RDWR | os.O_CREAT)
     os.pwrite(copy, os.pread(fd, 4096, 0), 0)
     os.ftruncate(copy, RANKS * SLICE - 1)
@@ -114,7 +114,7 @@ def flags_of_mappings():
 
 
 def test_a_core_dump_leaves_it_out(fd):
-    """Or each hole in it would become memory, up to all that the node has."""
+    """Otherwise each hole in the file would take memory, up to all memory of the node."""
     before = len(flags_of_mappings())
     window = _C.Window(fd, *SIZES)
     found = flags_of_mappings()

@@ -151,7 +151,7 @@ def test_asynchronous_and_synchronous_are_the_same(world, name, algorithm):
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_among_other_operations(world, name):
-    """Dense and compressed ones by turns, of several sizes: none leaves the other its remains."""
+    """Dense and compressed operations of several sizes take turns, and do not affect each other."""
 
     def body(group, alone):
         results = []
@@ -173,7 +173,7 @@ def test_among_other_operations(world, name):
 
 
 class Foreign:
-    """An array of a library that torch does not know: all it has is DLPack."""
+    """An array of a library that torch does not know; it supports only DLPack."""
 
     def __init__(self, tensor):
         self.tensor = tensor

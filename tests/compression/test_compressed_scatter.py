@@ -78,7 +78,7 @@ def test_nothing_is_lost_over_steps(world):
 
 
 def test_the_residual_makes_up_for_rounding(world):
-    """Means that bfloat16 cannot hold: a fixed gradient's results are right on average."""
+    """bfloat16 cannot hold the mean of a fixed gradient, but the results are right on average."""
     size, steps = 2, 64
 
     def body(group):
@@ -99,7 +99,7 @@ def test_the_residual_makes_up_for_rounding(world):
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_every_rank_hears_of_infinities(world, dtype, value, feedback, asynchronous):
-    """Also ranks whose blocks and contributions are finite. No residual changes."""
+    """Also ranks whose own blocks and contributions are finite. No rank's residual changes."""
     size, block = 3, 2048
 
     def body(group):
@@ -131,7 +131,7 @@ def test_finite_values_are_no_infinities(world):
 
 
 def test_works_of_several_kinds_in_order(world):
-    """Staging of one operation is not another's: the bits are those of the operations alone."""
+    """Operations do not share staging: each has the bits that it has without the others."""
     size, block, rounds = 3, 5000, 8
 
     def body(group):
@@ -205,7 +205,7 @@ BAD = {
     "a residual of the output": (
         {"residual": torch.zeros(1024)},
         ValueError,
-        "residual must be like input, (2048,) on cpu, got (1024,) on cpu",
+        "residual must have input's shape and device, (2048,) on cpu, got (1024,) on cpu",
     ),
     "a residual of 16 bits": (
         {"residual": torch.zeros(2048).half()},

@@ -24,7 +24,7 @@ def read_only():
     return array
 
 
-# What is called, which exception comes, what its message says.
+# The call, the type of the exception, a part of its message.
 BAD_COMPRESSIONS = {
     "block of 100": (
         lambda: pycomm.Int8(100),
@@ -60,7 +60,7 @@ BAD_COMPRESSIONS = {
     ),
     "warm-up of k": (
         lambda: pycomm.TopK(k=3, density_steps=5),
-        "density_steps must come with density, not with k",
+        "density_steps must be given with density, not with k",
     ),
     "momentum 1": (
         lambda: pycomm.TopK(0.1, momentum=1.0),
@@ -167,12 +167,12 @@ BAD_CODINGS = {
     "adding to nothing": (
         lambda: pycomm.Int8().decode(pycomm.Int8().encode(X), 600, add=True),
         ValueError,
-        "out must be given where add=True",
+        "out must be given if add=True",
     ),
     "adding to halves": (
         lambda: pycomm.Int8().decode(pycomm.Int8().encode(X), 600, X.half(), add=True),
         ValueError,
-        "out must be float32 where add=True, got torch.float16",
+        "out must be float32 if add=True, got torch.float16",
     ),
     "out of doubles": (
         lambda: pycomm.Int8().decode(pycomm.Int8().encode(X), 600, X.double()),
@@ -319,7 +319,7 @@ BAD_CALLS = {
     "a residual of another shape": (
         {"residual": R.view(20, 30)},
         ValueError,
-        "residual must be like tensor, (600,) on cpu, got (20, 30) on cpu",
+        "residual must have tensor's shape and device, (600,) on cpu, got (20, 30) on cpu",
     ),
     "a strided residual": (
         {"residual": torch.zeros(1200)[::2]},
@@ -349,17 +349,17 @@ BAD_CALLS = {
     "no velocity": (
         {"compression": MOMENTUM, "residual": R},
         ValueError,
-        "velocity must be given where the compression has momentum, and only there",
+        "velocity must be given if, and only if, the compression has momentum",
     ),
     "velocity without momentum": (
         {"residual": R, "velocity": torch.zeros(600)},
         ValueError,
-        "velocity must be given where the compression has momentum, and only there",
+        "velocity must be given if, and only if, the compression has momentum",
     ),
     "momentum without residual": (
         {"compression": MOMENTUM, "velocity": R},
         ValueError,
-        "residual must be given where the compression has momentum",
+        "residual must be given if the compression has momentum",
     ),
     "a velocity of doubles": (
         {"compression": MOMENTUM, "residual": R, "velocity": R.double()},
@@ -382,7 +382,7 @@ BAD_CALLS = {
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_compressed_all_reduce(world, name, asynchronous):
-    """Raises on rank 0 of two before anybody is waited for, and the group goes on."""
+    """Rank 0 of two raises before it waits for rank 1, and the group still works."""
     options, kind, message = BAD_CALLS[name]
     group = world(2, timeout=2).groups[0]
     sequence = group._core.sequence

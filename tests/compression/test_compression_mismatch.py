@@ -5,7 +5,7 @@ import torch
 
 import pycomm
 
-# What most ranks call, what one calls instead, and what of each must be in the message.
+# The call of most ranks, the call of one rank, and the parts of both that messages must have.
 DISAGREEMENTS = {
     "compression": ("reduce(Int8())", "reduce(Cast())", "int8 in blocks of 256", "as bfloat16"),
     "none": ("reduce(Int8())", "plain()", "int8 in blocks of 256", "op=sum"),
@@ -72,7 +72,7 @@ DISAGREEMENTS = {
 
 
 def disagree(group, usual, odd, odd_rank):
-    """A good operation, then a bad one: its error, and whether the group is still of use."""
+    """Runs a good operation, then a bad one: its error, and whether the group is still usable."""
 
     def reduce(compression, tensor=None, **options):
         tensor = torch.ones(600) if tensor is None else tensor

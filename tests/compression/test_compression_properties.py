@@ -111,7 +111,7 @@ def test_int8_is_off_by_no_more_than_documented(
 @settings(max_examples=200)
 @given(ways, sizes, counts, dtypes, kinds, seeds, operations, st.booleans())
 def test_nothing_is_lost(way, size, count, dtype, kind, seed, op, fed):
-    """Gradients and residuals before are n times the result and residuals after."""
+    """Gradients plus residuals before equal n times the result plus residuals after."""
     (compression, algorithm), inputs, before = way, [], []
     for rank in range(size):
         inputs.append(contribution(kind, dtype, count, rank, seed))
@@ -155,7 +155,7 @@ def close(out, own, size, times=1):
 @settings(max_examples=12)
 @given(ways, sizes, dtypes, st.sampled_from(("normal", "outliers", "ties")), seeds)
 def test_what_is_lost_in_a_step_comes_in_later_ones(way, size, dtype, kind, seed):
-    """Over a hundred steps the sum of all gradients is that of all results and of the last rest."""
+    """Over a hundred steps, the sum of all gradients equals all results plus the last residuals."""
     (compression, algorithm), count, steps = way, 600, 100
     if refused(compression, count, dtype):
         return
@@ -175,7 +175,7 @@ def test_what_is_lost_in_a_step_comes_in_later_ones(way, size, dtype, kind, seed
     seen = run(size, body)
     own = torch.stack([came for came, *_ in seen])
     out = size * seen[0][1] + torch.stack([e.double() for *_, e in seen]).sum(0)
-    # Each step may round as much as its own gradients and residuals are large.
+    # The rounding error of a step is proportional to its own gradients and residuals.
     kept = torch.stack([e.double().abs() for *_, e in seen]).max() + 1000
     slack = steps * size * 8 * ULP * (own.abs().max() / 10 + kept)
     assert (out - own.sum(0)).abs().max() <= slack
@@ -296,7 +296,7 @@ def test_stochastic_rounding_has_no_bias():
     assert 0.98 < spread.mean() < 1.02
     each = errors.sum(0) / (variance * draws).sqrt().clamp(min=0.5)
     assert each.abs().max() < 5.5
-    # Neighbours, and one step and the next, know nothing of each other.
+    # Errors of neighbours, and of successive steps, are not correlated.
     lucky = errors / variance.sqrt().clamp(min=0.1)
     for a, b in (
         (lucky[1:], lucky[:-1]),
@@ -307,7 +307,7 @@ def test_stochastic_rounding_has_no_bias():
 
 
 def test_ranks_and_results_draw_apart():
-    """Two ranks with the same gradient round it differently: their errors cancel in the mean."""
+    """Two ranks round the same gradient with other random bits, so errors cancel in the mean."""
     x = torch.randn(8192, generator=torch.Generator().manual_seed(3))
     compression = pycomm.Int8(256, "stochastic", seed=5)
 

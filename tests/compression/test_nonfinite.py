@@ -1,4 +1,4 @@
-"""Infinities and NaN in gradients: reported on every rank, never kept, and the group goes on."""
+"""Infinities and NaN in gradients are reported on every rank and never kept; groups stay usable."""
 
 import golden
 import pytest
@@ -112,7 +112,7 @@ def test_the_rest_of_the_result_is_as_ever(world, name, algorithm):
 
     good, bad = world(3).run(body, False)[0], world(3).run(body, True)[0]
     if isinstance(compression, pycomm.TopK):
-        # The NaN takes one place of those that are sent, and int8 values their common scale.
+        # The NaN takes the place of one sent element; with int8 values it spoils the common scale.
         assert bad[5].isnan()
     else:
         assert golden.same_bits(good[256:], bad[256:])
@@ -172,7 +172,7 @@ def test_finite_gradients_whose_sum_is_not(world, name, algorithm, dtype, feedba
 
 @pytest.mark.parametrize(("name", "algorithm"), WAYS)
 def test_what_is_too_large_for_fp16_is_infinite(world, name, algorithm):
-    """If residuals are not changed, the result must not look valid, as they are part of it."""
+    """Residuals stay unchanged although the result contains them, so it must not look valid."""
     compression, size = COMPRESSIONS[name], 2
     most = 65_504 * (1 - 2**-7)
     if name in ("fp16", "identity") and algorithm in ("ring", "tree"):

@@ -1,4 +1,4 @@
-"""Encoded bytes: their layout, their length, and that no bytes whatsoever make decode() stray."""
+"""Encoded bytes: their layout and length; decode() stays within its memory for any bytes."""
 
 import itertools
 import random
@@ -151,7 +151,7 @@ def test_density_over_the_steps_of_a_warm_up():
 
 
 def test_nan_and_infinity_survive():
-    """A block, or the int8 values of a chunk, with one of them become NaN and have one encoding."""
+    """A NaN or infinity makes the whole block, or a chunk's int8 values, NaN, in one encoding."""
     x = gradient(torch.float32, 140_000, 0)
     x[300], x[301], x[302], x[139_999] = float("nan"), float("inf"), -float("nan"), float("-inf")
     golden.bits(x)[303] = 0x7F800001
@@ -190,7 +190,7 @@ def test_the_documentation_s_examples():
     assert encoded(pycomm.TopK(k=3), x) == top
 
 
-# Wires that nobody has encoded.
+# Bytes that are not the result of encoding.
 
 FUZZED = (
     pycomm.Int8(),
@@ -250,8 +250,8 @@ def test_no_bytes_make_decode_stray(compression):
 BAD_HEADERS = {
     "shorter than a header": (lambda wire: wire[:15], "header of 16 bytes, got 15"),
     "empty": (lambda wire: wire[:0], "header of 16 bytes, got 0"),
-    "no encoding": (lambda wire: b"XY" + wire[2:], "no encoding of pycomm's"),
-    "another version": (lambda wire: wire[:2] + b"\2" + wire[3:], "version 2 .* known is 1"),
+    "no encoding": (lambda wire: b"XY" + wire[2:], "wire is not a pycomm encoding"),
+    "another version": (lambda wire: wire[:2] + b"\2" + wire[3:], "version 1 .* got 2"),
     "another codec": (lambda wire: wire[:3] + b"\1" + wire[4:], "another codec than int8 .*kind 1"),
     "another block": (lambda wire: wire[:4] + b"\x80\0" + wire[6:], "another codec.*parameter 128"),
     "another count": (lambda wire: wire[:8] + b"\x2b" + wire[9:], "holds 299 elements.* 300"),
@@ -332,7 +332,7 @@ def bytes_read(compression, size, count, dtype=torch.float32, make=gradient):
     ids=str,
 )
 def test_wire_bytes_are_what_is_read(compression, size):
-    """The rank that owns most reads n - 1 encodings of its own part, and all other parts once."""
+    """The rank that owns the most elements reads n - 1 encodings of them, and other parts once."""
     for count in (0, 1, 16_384, 16_385, 16_384 * size, 50_001, 16_384 * 2 * size + 5000):
         for dtype in FLOATS[:2]:
             read = bytes_read(compression, size, count, dtype)

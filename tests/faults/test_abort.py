@@ -64,7 +64,7 @@ def test_pending_work_is_let_go(world):
 
 
 def wait_in_vain(group, started):
-    """Rank 0 gets a Ctrl-C, rank 1 waits with it, rank 2 never comes."""
+    """Rank 0 gets a Ctrl-C while ranks 0 and 1 wait for rank 2, which never comes."""
     if group.rank == 2:
         helpers.wait_until(lambda: (started / "over").exists())
         return None
@@ -148,7 +148,7 @@ def test_ctrl_c_while_another_thread_has_work():
 
 
 def interrupt_while_raising(*_):
-    """By both ways into C++: the short one, and pybind11's."""
+    """In calls by both ways into C++: the short way, and pybind11's."""
 
     def interrupted(*_, **__):
         os.kill(os.getpid(), signal.SIGINT)

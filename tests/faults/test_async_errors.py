@@ -27,7 +27,7 @@ def test_every_work_names_the_culprit(world):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_next_call_raises_what_nobody_has_been_told(world, asynchronous):
-    """Once; then the group is unusable."""
+    """The next call raises the error once; then the group is unusable."""
     groups = world(2).groups
     work = submit(groups[0])
     groups[1].close()

@@ -66,7 +66,7 @@ def say_who(group, folder):
 @pytest.mark.parametrize("nodes", [[4], [2, 2], [1, 2, 1]], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_two_ranks_are_killed_at_once(tmp_path, seed, nodes):
-    """Also if each node has lost one of its own."""
+    """Also if each node has lost one of its own ranks."""
     # Of [1, 2, 1], rank 1 is the only one through which rank 2 can hear of the others.
     victims = random.Random(seed).sample([0, 2, 3] if len(nodes) == 3 else range(4), 2)
     with spanning.ranks(nodes, say_who, tmp_path, timeout=60.0) as ranks:

@@ -1,4 +1,4 @@
-"""Groups that grow: by processes that join them, die while they do, or must not come in."""
+"""Groups that grow: processes join, die while they join, or are refused."""
 
 import contextlib
 import functools
@@ -167,13 +167,13 @@ def be_refused(_rank, _size, _store, path, what):
     [
         ("secret", "the secret in the address is not this group's"),
         ("nonsense", "told nothing"),
-        ("halves", "has not introduced itself"),
-        ("user", "on one node, all must be of one user"),
+        ("halves", "introduction does not have"),
+        ("user", "all ranks of a node must run as one user"),
         ("build", "the window layout of pycomm's build must be"),
     ],
 )
 def test_who_must_not_come_in(what, told, tmp_path):
-    """The members go on, and then let somebody else in."""
+    """The members go on without it, and later let another process in."""
     path = str(tmp_path / "door")
     with (
         helpers.Ranks(2, growing.member, path, "", 3) as members,
@@ -187,7 +187,7 @@ def test_who_must_not_come_in(what, told, tmp_path):
 
 
 def stop_in_the_middle(_rank, _size, _store, path):
-    """A newcomer that is stopped when it has the window, and comes again later."""
+    """A newcomer is stopped after it has got the window, and runs again later."""
     await_all = rendezvous._await_all
 
     def stop(*given):
@@ -225,12 +225,12 @@ def test_nobody_is_there():
     secret = "0" * 32
     rest = f":1/{secret[1:]}", f":port/{secret}", f":65536/{secret}", f"\0:1/{secret}"
     for text in ("", "host", *("host" + wrong for wrong in rest)):
-        with pytest.raises(ValueError, match="address must be that of a group"):
+        with pytest.raises(ValueError, match="address must be a group's, host:port/secret"):
             pycomm.join(text)
 
 
 def test_a_host_name_may_become_known(monkeypatch):
-    """Until the timeout; then the error names it."""
+    """If the name stays unknown until the timeout, the error names it."""
     connect, failures = Connection.to, iter([socket.gaierror("not yet")] * 3)
 
     def resolve_later(host, port):
@@ -312,7 +312,7 @@ def test_groups_of_threads_do_not_grow():
     with pycomm.LocalWorld(1) as world:
         (group,) = world.groups
         assert group.address is None
-        with pytest.raises(ValueError, match="must be one of processes"):
+        with pytest.raises(ValueError, match="only a group of processes"):
             group.grow()
         with pytest.raises(ValueError, match="timeout must be positive"):
             group.grow(-1)
@@ -321,7 +321,7 @@ def test_groups_of_threads_do_not_grow():
 
 
 def use_in_a_child(group):
-    """A forked child may not grow the group, and is not its door."""
+    """A forked child must not grow the group, and newcomers cannot join through it."""
     host, _, port = group.address.partition("/")[0].rpartition(":")
     pid = os.fork()
     if pid == 0:

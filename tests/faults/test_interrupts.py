@@ -1,4 +1,4 @@
-"""Ctrl-C and other exceptions during operations: no rank waits in vain."""
+"""Ctrl-C and other exceptions during operations: no rank hangs."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ import pycomm
 
 
 def leave_by_an_exception(rank, size, store, folder):
-    """Rank 0 does, with an operation under way that rank 1 never joins."""
+    """Rank 0 leaves by an exception, with a pending operation that rank 1 never joins."""
     helpers.join_world(rank, size, store)
     start = time.monotonic()
     with contextlib.suppress(KeyError), pycomm.init(timeout=60) as group:
@@ -85,7 +85,7 @@ def test_ctrl_c_is_an_abort_elsewhere(world, where):
 
 
 def test_ctrl_c_in_trim(world):
-    """It gives up waiting; the operation goes on."""
+    """trim() stops waiting; the operation goes on."""
     groups = world(2).groups
     work = pycomm.barrier(group=groups[0], async_op=True)
     with interrupted():

@@ -82,7 +82,7 @@ class Faults:
 
 
 def run_with(faults, size, begin):
-    """What the survivors have at the end of one operation: values, refusals, or None if lost."""
+    """The survivors' results of one operation: values, refusals, or None for lost ranks."""
 
     def body(group):
         faults.begin(group.rank)

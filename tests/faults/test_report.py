@@ -1,4 +1,4 @@
-"""Reports: what ranks did, who is late, and where everybody was when an operation failed."""
+"""Reports: what ranks did, which rank is late, and where each was when an operation failed."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def run_sizes(group):
 
 
 def test_operations_are_recorded():
-    """Times agree with the clock of Python, which reads it by itself."""
+    """Recorded times agree with the clock that Python reads."""
     for rank, (clock, report) in enumerate(helpers.run_group(2, run_sizes)):
         assert [told.rank for told in report.ranks] == [0, 1]
         mine = report.ranks[rank]
@@ -245,7 +245,7 @@ def test_a_smaller_group_begins_anew(world):
 
 
 def state_of(rank, sequence, waits_for=None):
-    """A rank's state in another form than most, so that nothing can be merged."""
+    """A rank's state that differs from all others, so that ranks cannot share lines."""
     operation = {
         "sequence": sequence,
         "operation": "all_reduce",
@@ -267,7 +267,7 @@ def state_of(rank, sequence, waits_for=None):
 
 
 def state_of_group(states, nodes=(), **others):
-    """What the extension tells of a group."""
+    """A group's state as the extension returns it."""
     told = {"time": 9.0, "size": len(states), "failed": False, "ranks": states, "nodes": nodes}
     return {**told, **others}
 
@@ -322,7 +322,7 @@ def test_equal_ranks_share_a_line():
     ("seconds", "failed", "late"), [(0.005, False, ()), (0.02, False, (1,)), (0.005, True, (1,))]
 )
 def test_short_waits_name_nobody(seconds, failed, late):
-    """All ranks have them, whenever they meet."""
+    """Every rank has short waits when ranks meet."""
     states = [state_of(0, 5, 1), state_of(1, 4)]
     now = states[0]["operations"][-1]["entered"] + seconds
     report = make_report(state_of_group(states, time=now, failed=failed))
@@ -342,7 +342,7 @@ def test_the_end_of_a_chain_is_late():
 
 
 def launch_of(sequence, state, since=5.0, captured=False):
-    """What the extension tells of an operation on CUDA."""
+    """An operation on CUDA as the extension returns it."""
     return {
         "sequence": sequence,
         "operation": "all_reduce",

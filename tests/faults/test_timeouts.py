@@ -1,4 +1,4 @@
-"""Silence: a rank that stops answering makes the others raise Timeout, and is named."""
+"""If a rank stops answering, the others raise Timeout, which names it."""
 
 import os
 import signal

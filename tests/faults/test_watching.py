@@ -41,7 +41,7 @@ def wait_for_all(folder: Path, size: int) -> None:
 
 @pytest.mark.parametrize("nodes", [[3], [4], [1, 1, 1], [2, 1, 1]], ids=str)
 def test_a_death_is_noticed_while_another_rank_is_busy(tmp_path, nodes):
-    """The ranks wait for rank 1, and have no need of the last one yet."""
+    """The ranks wait for rank 1, and do not wait for the last one yet."""
     size = sum(nodes)
     with spanning.ranks(nodes, attempt, tmp_path, 1, 0.1, timeout=30.0) as ranks:
         wait_for_all(tmp_path, size)
@@ -103,14 +103,14 @@ def test_who_waited_for_whom_and_for_how_long(world, nodes):
     during = r" during all_reduce\(float32, 4 elements"
     silent = rf"rank 1 \(pid \d+\) did not answer within .*: rank 0 waited {seconds} s for it"
     busy = (
-        rf"rank 0 waited {seconds} s for this one, rank 1 \(pid \d+\), and gave up before it came"
+        rf"rank 0 waited {seconds} s for this rank, rank 1 \(pid \d+\), and gave up before it came"
     )
     assert re.match(silent + during, waiter), waiter
     assert re.match(busy + during, late), late
 
 
 def become_another_program(group: pycomm.Group, folder: Path) -> tuple:
-    """Rank 1 does, while the others wait for rank 0 or for it."""
+    """Rank 1 executes another program, while the others wait for rank 0 or for rank 1."""
     pycomm.barrier(group=group)
     (folder / f"ready-{group.rank}").touch()
     if group.rank == 1:

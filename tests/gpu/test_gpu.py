@@ -42,7 +42,7 @@ def bits(tensor: torch.Tensor) -> str:
 def test_all_reduce_has_the_bits_of_the_cpu(
     staged: bool, size: int, algorithm: str, dtype: torch.dtype
 ) -> None:
-    """Shot algorithms add in rank order on both; ring and tree need exact values for that."""
+    """One-shot and two-shot add in rank order on both devices; ring and tree need exact values."""
     in_rank_order = algorithm in ("one_shot", "two_shot")
 
     @functools.cache

@@ -80,7 +80,7 @@ def test_top_k_has_the_bits_of_the_cpu(
 def run_fed(
     group: pycomm.Group, compression: pycomm.Compression | None, used: bool, device: str
 ) -> list[torch.Tensor]:
-    """A call in the way of hooks: the result, the residuals, and those from before."""
+    """A call as hooks make it: returns the result, the residuals, and the residuals before."""
     count = 70_001
     x = gradient(torch.float32, count, group.rank).to(device) * used
     fed = ("residual", "velocity", "residual_before", "velocity_before")
@@ -220,7 +220,7 @@ def test_wrong_bytes_are_refused(compression: pycomm.Compression) -> None:
         compression.decode(wire, 4999)
     broken = wire.clone()
     broken[0] = 0
-    with pytest.raises(ValueError, match="no encoding"):
+    with pytest.raises(ValueError, match="not a pycomm encoding"):
         compression.decode(broken, 5000)
     if isinstance(compression, pycomm.TopK):
         # Of ones, the indices 0 to 49, with 6 low bits each, after a header, a count and 50 values.

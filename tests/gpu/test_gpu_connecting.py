@@ -99,7 +99,7 @@ def fall_back(rank, size, store, nodes, victim, waits):
     ("nodes", "waits"), [("ab", False), ("abab", False), ("ab", True), ("abc", True)]
 )
 def test_if_a_rank_cannot_connect_all_do_without_nccl(nodes, waits):
-    """The warning names the rank that is behind, and not those that wait for it."""
+    """The warning names the rank that is behind, not the ranks that wait for it."""
     victim, size = len(nodes) - 1, len(nodes)
     why = "not connected within 4 s" if waits else "RuntimeError: no link"
     for rank, (seen, soon, texts) in enumerate(
@@ -162,7 +162,7 @@ def shrink(rank, size, store, nodes):
 
 @pytest.mark.parametrize(("nodes", "spans"), [("abcd", True), ("abab", False), ("abca", True)])
 def test_a_death_while_the_smaller_group_connects(nodes, spans):
-    """Those that are left connect over NCCL, if they are on several nodes."""
+    """The remaining ranks connect over NCCL if they are on several nodes."""
     with helpers.Ranks(4, shrink, nodes) as ranks:
         found = [(outcome.value, outcome.trace) for outcome in ranks.wait_for([0, 2])]
     assert found == [(((0, 2), True, (spans, [3.0] * 5)), "")] * 2

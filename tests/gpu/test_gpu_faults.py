@@ -19,7 +19,7 @@ SIZE = 3
 
 
 def fail(rank: int, size: int, store: str, how: str, folder: str) -> tuple[Exception, float]:
-    """The error of a rank, and when it came; afterwards its device still works."""
+    """Returns the error of a rank and its time; afterwards the device still works."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     helpers.join_world(rank, size, store)
     group = pycomm.init(timeout=10)

@@ -62,7 +62,7 @@ SCATTERED = [
 
 
 def values(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
-    """Random values; floats begin with special ones, each meeting each on some two ranks."""
+    """Random values; floats begin with special ones, each pair of which meets on some two ranks."""
     generator = torch.Generator().manual_seed(100 + rank)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()

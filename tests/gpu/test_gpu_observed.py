@@ -31,8 +31,7 @@ def wait_for(
 ) -> pycomm.report.Report:
     """A report in which the devices of `ranks` have come to an operation.
 
-    Each host notices by itself how far its device is, so that one rank's news says nothing of
-    another's.
+    Each host notices by itself how far its device is, so the ranks' reports may differ for a while.
     """
 
     def reports() -> list[pycomm.report.Report]:
@@ -80,7 +79,7 @@ def counted(group: pycomm.Group) -> dict[tuple[str, str, int], tuple[int, int]]:
 
 
 def await_counted(group: pycomm.Group, operations: int) -> pycomm.Stats:
-    """The statistics when the host has heard of so many operations."""
+    """The statistics once the host has heard of this many operations."""
     found: list[pycomm.Stats] = []
 
     def are_counted() -> bool:
@@ -176,7 +175,7 @@ def look(pid: int) -> list[dict[str, Any]]:
 
 
 def test_a_job_that_hangs(tmp_path: Path) -> None:
-    """From another process; then rank 1 is killed, and the others' errors tell the same."""
+    """Seen from another process; then rank 1 is killed, and the others' errors say the same."""
     with helpers.Ranks(SIZE, hang, str(tmp_path)) as ranks:
         helpers.wait_until(lambda: len(list(tmp_path.iterdir())) == SIZE, limit=60)
         helpers.wait_until(lambda: look(ranks.pids[1]), 20)

@@ -153,7 +153,10 @@ def test_capturing_the_first_step_is_refused() -> None:
     for param in params:
         param.grad = torch.zeros_like(param)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="take one"), torch.cuda.graph(graph):
+    with (
+        pytest.raises(RuntimeError, match="take one step before capturing"),
+        torch.cuda.graph(graph),
+    ):
         optimizer.step()
 
 
@@ -272,7 +275,7 @@ def test_two_devices_are_refused() -> None:
 
 @pytest.mark.hardware
 def test_huge_tensors() -> None:
-    """More than 2^31 elements: 64-bit indices; the last ones move as the first ones do."""
+    """More than 2^31 elements need 64-bit indices; the last ones change as the first ones do."""
     count = (1 << 31) + 5000
     param = torch.nn.Parameter(torch.ones(count, dtype=BF16, device="cuda"))
     param.grad = torch.ones(count, dtype=BF16, device="cuda")

@@ -51,7 +51,7 @@ def test_threads_on_one_device_are_refused() -> None:
     with pycomm.LocalWorld(2) as world:
 
         def body(group: pycomm.Group) -> None:
-            with pytest.raises(ValueError, match="must have a GPU each"):
+            with pytest.raises(ValueError, match="must each have a GPU"):
                 pycomm.DataParallel(torch.nn.Linear(2, 2).cuda(), group=group, shard="optimizer")
 
         world.run(body)

@@ -34,7 +34,7 @@ with pycomm.LocalWorld(1) as world:
         print(error)
     print(pycomm.all_reduce(world.groups[0].empty(4).fill_(1), group=world.groups[0]))
 """
-# More than a process may have mappings, as the usual limit is; a higher one shows nothing.
+# More than the usual limit of a process's mappings; with a higher limit, nothing is tested.
 MANY_TENSORS = """
 import torch, pycomm
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_groups_take_the_address_space_that_they_use():
 
 @contextlib.contextmanager
 def control_group(limit):
-    """A control group of this node's, of so much memory; its processes' file."""
+    """A control group of this node with this much memory; returns the file for its processes."""
     name = f"pycomm-test-{os.getpid()}"
     for parent, file in (
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),

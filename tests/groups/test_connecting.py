@@ -66,7 +66,7 @@ def struck(rank, size, store, nodes, victim, step, number):
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("nodes", "victim"), [("aab", 0), ("aab", 2), ("abc", 1)])
 def test_a_death(nodes, victim, step):
-    """Beside others on its node, or alone."""
+    """The victim has other ranks on its node, or is alone there."""
     with helpers.Ranks(3, struck, nodes, victim, step, signal.SIGKILL) as ranks:
         outcomes = ranks.wait_for([rank for rank in range(3) if rank != victim], 40)
     for outcome in outcomes:
@@ -120,7 +120,7 @@ def state(pid):
 
 
 def interrupted_while_meeting(rank, size, store, folder):
-    """Rank 1 is, before rank 2 has come; later all make a group as if nothing had happened."""
+    """Rank 1 is interrupted before rank 2 has come; later all ranks make a group."""
     helpers.join_world(rank, size, store)
     caught = None
     if rank == 2:

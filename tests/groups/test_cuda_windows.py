@@ -156,7 +156,7 @@ def test_all_ranks_fall_back_if_one_fails(fault, rank):
 
 
 def leave_first(group):
-    """Rank 0 leaves; the others tell whether its pinned window is still what it was."""
+    """Rank 0 leaves; the others return whether its pinned window is unchanged."""
     with Fakes(Machine(visible=2, access=False), group.rank).installed():
         side = join_processes(group, torch.device("cuda", 0), lambda: None, 32, 0)
         windows = [each.address for each in side._keep]

@@ -144,7 +144,7 @@ def test_a_child_has_tensors_of_the_window_as_they_were(world, count):
 
 
 def test_children_of_many_forks_have_what_each_fork_saw(world):
-    """Also of those that share a copy, of one that is dropped meanwhile, and of a smaller one."""
+    """Also if forks share a copy, if a copy is dropped meanwhile, or if a later copy is smaller."""
     group = world(1).groups[0]
     kept = [group.empty(100_000).fill_(0), group.empty(2000).fill_(0)]
 
@@ -193,7 +193,7 @@ def test_a_copy_goes_with_the_next_operation(world):
 
 
 def test_without_memory_a_child_still_has_its_own(world, monkeypatch, caplog):
-    """It sees what its parent writes to a page first, and its writes stay its own."""
+    """The child sees its parent's writes until it writes to a page; its own writes stay its own."""
     group = world(1).groups[0]
     x = group.empty(100_000).fill_(1)
     monkeypatch.setattr(lifetime._C, "copy_at_fork", lambda: False)
@@ -204,7 +204,7 @@ def test_without_memory_a_child_still_has_its_own(world, monkeypatch, caplog):
 
     in_child(body, lambda: x.fill_(2))
     assert bool((x == 2).all())
-    assert "written to them later" in caplog.text
+    assert "writes to the tensors later" in caplog.text
 
 
 class Writing(Dataset):
@@ -304,7 +304,7 @@ def test_replicas_are_private_to_children_as_long_as_their_tensors_live():
 
 
 def test_sockets_are_closed_in_children():
-    """But not a descriptor that is another file by then."""
+    """A descriptor that is another file by then stays open."""
     (one, other), (kept, _far) = socket.socketpair(), socket.socketpair()
     _C.close_in_children([one.fileno(), kept.fileno()])
     read, write = os.pipe()

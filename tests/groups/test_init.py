@@ -119,7 +119,7 @@ def test_on_a_group_with_an_init_method():
 
 
 def absent(rank, size, store, missing):
-    """All join torch.distributed, one never calls init."""
+    """All ranks join torch.distributed, and one never calls init."""
     helpers.join_world(rank, size, store)
     if rank == missing:
         end = time.monotonic() + 20
@@ -271,7 +271,7 @@ def test_transports():
 
 
 def another_slice(patch):
-    """As a rank may have that counts the node's memory otherwise."""
+    """A slice of another size, as if this rank saw another size of the node's memory."""
     patch.setattr(rendezvous, "slice_bytes", lambda: 256 << 20)
     return {}
 
@@ -297,7 +297,7 @@ def no_memory(patch):
 
 
 def test_a_rank_that_cannot_make_the_window():
-    """The others are told, wherever they are."""
+    """All other ranks are told, on every node."""
     outcomes = helpers.run_ranks(3, join_in_vain, "aab", no_memory, 0)
     assert [kind for kind, *_ in outcomes] == [OSError, ValueError, ValueError]
     assert "rank 0 could not set up the group: no more files" in outcomes[2][1]
@@ -306,7 +306,7 @@ def test_a_rank_that_cannot_make_the_window():
 
 @pytest.mark.parametrize("late", range(3))
 def test_a_store_with_the_keys_of_an_earlier_life(late):
-    """As processes have that torchrun has restarted; the life before died while it began."""
+    """torchrun has restarted the processes, whose earlier life died during the rendezvous."""
     from pycomm._runtime.rendezvous import Deadline, store_all_gather
 
     store = dist.HashStore()

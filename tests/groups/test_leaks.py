@@ -54,7 +54,7 @@ def test_two_hundred_worlds_of_threads():
 
 
 def test_a_window_goes_with_its_last_reference():
-    """At once, not when the garbage collector comes by."""
+    """The memory is freed at once, not when the garbage collector runs."""
     gc.collect()
     before = descriptors(), mappings()
     gc.disable()

@@ -23,7 +23,7 @@ OPERATIONS = {
 
 
 def last_operation_then_leave(group, names, elements):
-    """Each rank of an own group per operation leaves as soon as it can; the last one is late."""
+    """Each operation has a new group, which ranks leave as soon as they can; the last is late."""
     x = torch.full((elements,), float(group.rank + 1))
     for name in names:
         x.fill_(group.rank + 1)

@@ -15,7 +15,7 @@ from pycomm._runtime import host, log
 
 @pytest.fixture(autouse=True)
 def listening(caplog, monkeypatch):
-    """Whatever PYCOMM_LOG these tests run with."""
+    """Captures all messages, whatever PYCOMM_LOG is."""
     monkeypatch.setattr(logging.getLogger("pycomm"), "propagate", True)
     caplog.set_level(logging.DEBUG, "pycomm")
 
@@ -51,7 +51,7 @@ with pycomm.LocalWorld(2) as world:
 
 
 def test_who_prints_what():
-    """Nothing by itself, to stderr if asked; a program's own handlers if not."""
+    """pycomm prints only if PYCOMM_LOG is set, to stderr; otherwise a program's handlers do."""
     cases = {
         "silent": ("", False, ""),
         "own handlers": ("", True, ""),
@@ -155,7 +155,7 @@ def test_huge_pages(tmp_path, said, monkeypatch, setting, warnings):
 
 
 def operate(group, in_window=False):
-    """Two kinds, each twice."""
+    """Runs two kinds of operations, each twice."""
     large = group.empty(1 << 18) if in_window else torch.empty(1 << 18)
     for _ in range(2):
         pycomm.all_reduce(large.fill_(1), group=group)
@@ -164,7 +164,7 @@ def operate(group, in_window=False):
 
 
 def test_what_operations_do(world, said, caplog, monkeypatch):
-    """Once for each kind; and that tensors are staged, once for each group."""
+    """Each kind of operation is logged once, and that tensors are staged, once for each group."""
     for module in (collectives, compressed):
         monkeypatch.setattr(module, "DEBUG", True)
     for name in ("all_reduce", "compressed_all_reduce"):
@@ -182,7 +182,7 @@ def test_what_operations_do(world, said, caplog, monkeypatch):
 
 
 def test_what_buckets_do(world, said):
-    """Once for each layout, not for each step."""
+    """Each layout of buckets is logged once, not in each step."""
 
     def train(group):
         model = pycomm.DataParallel(torch.nn.Linear(64, 64), compression=pycomm.Int8(), group=group)

@@ -219,7 +219,7 @@ def test_no_thread_for_an_operation():
 
 
 def reserve_in_pieces(group):
-    """A signal for each call that reserves much, as from a timer on a slow machine."""
+    """Sends a signal in each call that reserves much memory, as a timer does on a slow machine."""
     restricted.refuse("fallocate", errno.EINTR, argument=3, above=64 << 20)
     return group.empty(40 << 20).fill_(2)[-1].item()
 
@@ -243,7 +243,7 @@ def meet_without_pidfds(rank, size, store, error):
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
 def test_refused_pidfds(error):
-    """As by older versions of Docker: a death is still noticed."""
+    """Older versions of Docker refuse pidfds; a death is still noticed."""
     with helpers.Ranks(2, meet_without_pidfds, error) as ranks:
         (outcome,) = ranks.wait_for([0], 100)
     assert outcome.value == (2.0, 1, True), outcome.trace

@@ -56,7 +56,7 @@ def test_every_operation_counts(size):
 
 
 def test_what_was_not_timed_says_so(world):
-    """The first operation is in no sample, and a rank alone waits for nobody."""
+    """The first operation is not sampled, and a single rank waits for nobody."""
     (group,) = world(1)
     pycomm.barrier(group=group)
     stats = group.stats()

@@ -55,7 +55,7 @@ def run(function, ranks):
 
 
 def agree(made, survivors, unresponsive=(), excluded=(), alive=(), unreachable=(), patience=10.0):
-    """What the survivors find; the other ranks have ended, except for those that are `alive`."""
+    """The survivors' results; the other ranks have ended, except for the ranks `alive`."""
     for rank, listener in enumerate(made):
         if rank not in (*survivors, *alive):
             listener.close()
@@ -112,25 +112,25 @@ def test_a_rank_that_lives_and_does_not_come():
     [([3], [0, 1, 2]), ([0], [1, 2, 3]), ([0, 1], [0, 1]), ([1, 2], [0, 3])],
 )
 def test_one_part_of_a_divided_network_goes_on(island, wins):
-    """More than half, or the half with the lowest rank; the rest gives up."""
+    """The part with more than half of the ranks goes on, or the half with the lowest rank."""
     found = agree(listeners(), list(range(SIZE)), unreachable=island)
     assert sorted(found) == list(range(SIZE))
     for rank, members in found.items():
         if rank in wins:
             assert members == wins
         else:
-            assert "and may go on" in str(members)
+            assert "but may run" in str(members)
 
 
 def test_a_pair_in_which_each_may_blame_the_other():
-    """As after a network that was cut for a while: one of them at most goes on."""
+    """After a network was cut for a while, at most one of two ranks goes on."""
     found = agree(listeners(), [3], unresponsive=[0], alive=[0])
-    assert "do not answer, and may go on" in str(found[3])
+    assert "do not answer, but may run" in str(found[3])
 
 
 @pytest.mark.parametrize("asks", [0, 1])
 def test_who_asks_for_a_decision_waits_for_nobody_once_one_knows_it(asks):
-    """Rank 2 comes only then, so that the others cannot shrink the group before."""
+    """Rank 2 comes only afterwards, so that the others cannot shrink the group before."""
     made, answered, met = listeners(), threading.Event(), threading.Barrier(3)
     made[3].close()
     made[1 - asks].decisions, made[1 - asks].outcome = 1, True
@@ -212,7 +212,7 @@ def test_a_slow_name_server_keeps_nobody_from_a_store(monkeypatch):
 
 
 def test_a_store_that_never_answers_is_given_up():
-    """As that of a rank that was stopped."""
+    """The Store of a stopped rank never answers."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         pytest.raises(RuntimeError, match="no St"),
@@ -284,7 +284,7 @@ listener.close()
 
 
 def test_a_lookout_without_descriptors_tries_again_from_time_to_time():
-    """It does not spin while somebody waits whom it cannot accept, and hears them later."""
+    """It does not spin while connections wait that it cannot accept, and hears them later."""
     command = [sys.executable, "-c", WITHOUT_DESCRIPTORS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -307,7 +307,7 @@ def crowded(listener):
 
 
 def test_strangers_cost_few_descriptors():
-    """And keep no rank out, nor one that looks in silence who lives, which connects anew."""
+    """Strangers keep no rank out, even a silent rank that only checks who lives: it reconnects."""
     made = listeners()
     looking, asking, late = (made[rank].connect(0) for rank in (2, 1, 3))
     helpers.wait_until(lambda: looking.established and asking.established and late.established)
@@ -387,7 +387,7 @@ NO_ALARMS = [
 
 
 def test_a_listener_hears_that_others_give_up_the_group():
-    """Once, from one of this group. A rank that has introduced itself is not lost by that."""
+    """Once, from a rank of this group. A rank that has introduced itself is not lost by that."""
     made, told = listeners(), queue.SimpleQueue()
     listener = made[1]
     listener.enter(range(SIZE), "here")

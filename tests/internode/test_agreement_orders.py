@@ -118,7 +118,7 @@ MUTANTS = {
 }
 
 
-# Those that few orders find take seconds.
+# Scenarios whose failure only few orders show take seconds.
 RARE = ("nobody watches members", "who has gone is a member")
 
 

@@ -52,7 +52,7 @@ def meet(group=None):
 
 
 def fail(group=None):
-    """Operates until an operation fails; returns the rank to blame."""
+    """Runs operations until one fails; returns the rank to blame."""
     while True:
         try:
             total(group)
@@ -290,7 +290,7 @@ def test_a_rank_that_lives_is_waited_for():
 
 
 def survive(rank, begun, stop):
-    """Operates until told to stop; returns how many are left."""
+    """Runs operations until told to stop; returns how many ranks are left."""
     Path(f"{begun}.{rank}").touch()
     excluded, stops = [], torch.zeros(1)
     while True:

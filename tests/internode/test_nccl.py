@@ -73,7 +73,7 @@ class Stream:
 
 
 class Core:
-    """A group's core that is only ever aborted."""
+    """A group's core that can only be aborted."""
 
     aborted = False
 
@@ -259,7 +259,7 @@ def test_every_rank_or_none_takes_nccl(transport, with_nccl, wanted):
 
 @pytest.fixture
 def nccl(monkeypatch):
-    """The carriers of a stripe on two nodes over an imagined NCCL, and what that was told to do."""
+    """The carriers of a stripe on two nodes over an imagined NCCL, and the calls of NCCL."""
     log: list[str] = []
     backend = types.SimpleNamespace(
         abort=lambda: log.append("abort"), shutdown=lambda: log.append("shutdown")
@@ -288,7 +288,7 @@ def test_a_forked_child_leaves_the_parents_connections(nccl, monkeypatch):
 
 
 def test_connecting_ends_with_the_timeout(nccl, monkeypatch):
-    """As the other node does not come, the device does not come to the end of the exchange."""
+    """The other node does not come, so the device never completes the exchange."""
     made, log = nccl
     monkeypatch.setattr(process_groups.torch, "zeros", lambda *_, **__: torch.ones(2))
     monkeypatch.setattr(made, "all_gather", lambda *_: types.SimpleNamespace(wait=lambda: None))
@@ -301,7 +301,7 @@ def test_connecting_ends_with_the_timeout(nccl, monkeypatch):
 
 
 def test_an_event_of_a_device_that_has_failed_never_happens(watch):
-    """Its deadline tells."""
+    """Its deadline still ends the wait."""
 
     class Broken:
         def query(self) -> bool:

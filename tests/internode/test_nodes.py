@@ -98,7 +98,7 @@ HANDSHAKE = 80  # bytes, to every other node
 
 @pytest.mark.parametrize("nodes", [[1, 1], [2, 2], [3, 1], [2, 2, 2]], ids=str)
 def test_bytes_between_nodes(world, nodes):
-    """One exchange per node, however many ranks it has; and as explain() says."""
+    """A node sends as much as explain() says, for any number of ranks."""
     count = 300_000
 
     def body(group):
@@ -143,7 +143,7 @@ def test_what_a_group_says_of_itself(world):
 
 @pytest.mark.parametrize("nodes", [[2], [1, 2, 1], [3, 0], [-1, 4]], ids=str)
 def test_nodes_must_make_up_the_world(nodes):
-    with pytest.raises(ValueError, match=r"nodes must be positive and make up size, 3, got"):
+    with pytest.raises(ValueError, match=r"nodes must be positive and add up to size, 3, got"):
         pycomm.LocalWorld(3, nodes=nodes)
 
 

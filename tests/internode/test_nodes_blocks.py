@@ -233,7 +233,7 @@ def test_a_rank_dies(name):
 
 
 def late(group: pycomm.Group) -> tuple[type, int, str]:
-    """Rank 2 does not come; rank 1 waits in the operation, rank 0 in a later one."""
+    """Rank 2 does not come; rank 1 waits in the operation, and rank 0 in a later operation."""
     x, outs = torch.ones(5), [torch.ones(5) for _ in range(3)]
     if group.rank == 2:
         time.sleep(3)

@@ -2,7 +2,7 @@
 
 import programs
 
-# Rank 1 goes while rank 0's interpreter takes itself apart: nothing that waits there may wake up.
+# Rank 1 ends while rank 0's interpreter finalizes: no thread that waits there may wake up.
 SCRIPT = """
 import os, sys, tempfile, time
 import torch, torch.distributed as dist, pycomm
@@ -34,7 +34,7 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
 
 
-# Rank 1 is interrupted while a thread of its waits for rank 0's address, and exits at once.
+# Rank 1 is interrupted while one of its threads waits for rank 0's address, and exits at once.
 INTERRUPTED = """
 import os, signal, sys, tempfile, time
 import torch.distributed as dist, pycomm
@@ -78,7 +78,7 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 
 
 def test_who_exits_while_others_go_on_ends_well():
-    """Also with an operation under way that the other never joins, and by an interrupt."""
+    """Also with a pending operation that the other rank never joins, and after an interrupt."""
     texts = {
         "leaves": f"PENDING, LATE = False, 0.3\n{SCRIPT}",
         "leaves with an operation under way": f"PENDING, LATE = True, 2\n{SCRIPT}",

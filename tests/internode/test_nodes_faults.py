@@ -49,9 +49,9 @@ def wait_for_start(folder: Path, size: int) -> None:
 def ends(
     ranks: helpers.Ranks, size: int, victim: int, kind: type, culprits: tuple[int, ...] = ()
 ) -> list[float]:
-    """When the storms of the others ended, all of them with this error of the victim.
+    """The times at which the other ranks' storms ended, all with this error about the victim.
 
-    `culprits`: whom all of them may name instead.
+    `culprits`: other ranks that all of them may name instead.
     """
     named = set()
     found = []
@@ -154,7 +154,7 @@ def test_nodes_that_disagree():
 
 
 def leaving(group: pycomm.Group, early: bool):
-    """Rank 0 leaves after the last operation; or before."""
+    """Rank 0 leaves after the last operation, or before it."""
     x = torch.ones(300_000)
     pycomm.all_reduce(x, group=group)
     if group.rank == 0 and early:
@@ -193,7 +193,7 @@ def slow(group: pycomm.Group):
 
 
 def test_a_slow_link_raises_nothing():
-    """Nor with the rank that only waits for the one that waits for the link."""
+    """A rank that waits for the rank that waits for the link raises nothing, either."""
     assert spanning.run([2, 1], slow, timeout=1.0) == [3.0] * 3
 
 

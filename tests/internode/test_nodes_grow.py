@@ -122,7 +122,7 @@ def test_a_larger_group_that_cannot_shrink_at_once_is_returned(tmp_path):
 
 
 def fail_in_join(_rank, _size, _store, path, node):
-    """A newcomer that has all for the larger group, cannot make it, and lives on."""
+    """A newcomer has everything for the larger group, but fails to make it, and lives on."""
     spanning.pretend(node)
     helpers.wait_until(Path(path).exists)
 

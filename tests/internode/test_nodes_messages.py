@@ -84,7 +84,7 @@ def harmful_farewells(_: pycomm.Group, changes: dict[str, Change]) -> dict[str, 
 
 
 def test_farewells():
-    """One bad word used to end the process, or the thread that waits for it."""
+    """A farewell with a bad word raises an error; it must not end the process or a thread."""
     wanted = dict.fromkeys(FAREWELLS, (pycomm.ProtocolError, HARMFUL))
     assert spanning.run(NODES, harmful_farewells, FAREWELLS) == [wanted, wanted, {}]
 
@@ -127,7 +127,7 @@ def harmful_handshakes(_: pycomm.Group, changes: dict[str, Change]) -> dict[str,
 
 
 def test_handshakes():
-    """Enums used to index tables of names."""
+    """Enums out of range must not index tables of names."""
     wanted = dict.fromkeys(HANDSHAKES, (pycomm.ProtocolError, HARMFUL))
     assert spanning.run(NODES, harmful_handshakes, HANDSHAKES) == [wanted] * 3
 
@@ -154,7 +154,7 @@ def late(group: pycomm.Group, posted: Path) -> float:
 
 
 def test_data_follows_the_handshake_at_once(tmp_path):
-    """It used to wait until the other node had come."""
+    """Data is sent before the other node has come."""
     assert spanning.run([1, 1], late, tmp_path / "posted") == [200_000.0] * 2
 
 

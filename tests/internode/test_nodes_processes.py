@@ -111,7 +111,7 @@ def groups_of_some(group: pycomm.Group) -> list[float]:
 
 
 def test_groups_whatever_torch_has():
-    """They meet, and leave nothing behind."""
+    """Ranks of such groups meet, and leave nothing behind."""
     three = [3.0] * 4
     both = [3.0, 2.0] * 4
     assert spanning.run([2, 1], groups_of_some) == [three, both, both]
@@ -136,7 +136,7 @@ ELEMENTS = 300 * 200 + 200 + 9 * 200 + 9
 
 
 def three_steps(group: pycomm.Group, parallel: torch.nn.Module) -> torch.Tensor:
-    """All parameters after them."""
+    """Takes three steps; returns all parameters."""
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(group.rank)
     for _ in range(3):

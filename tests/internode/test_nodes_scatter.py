@@ -69,7 +69,7 @@ def test_one_rank_per_node_is_as_on_one_node(world, size, dtype):
 @pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_is_lost(world, nodes, dtype):
-    """Whatever the residuals were before: also those of other ranks' stripes."""
+    """For any residuals before, including residuals in other ranks' stripes."""
     size, count, steps = sum(nodes), ALL * 1024, 3
     before = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(size)]
 

@@ -200,7 +200,7 @@ def test_a_rank_that_lives_is_not_left_out():
 
 
 def leave_out(group):
-    """Ranks 0 and 2 go on without rank 1, which comes when they are through with that."""
+    """Ranks 0 and 2 go on without rank 1, which comes after they have shrunk the group."""
     meet(group)
     if group.rank == 1:
         spanning.operate_until_failure(group)
@@ -277,7 +277,7 @@ def die_connected(group, victim, folder):
 
 @pytest.mark.parametrize(("nodes", "victim"), [("aab", 0), ("abb", 1), ("aabc", 0)])
 def test_nodes_are_told_although_a_dead_rank_seems_to_live(nodes, victim, tmp_path):
-    """By the others of its node, when they shrink the group."""
+    """The other ranks of its node tell them, when they shrink the group."""
     check_survivors(tmp_path, nodes, victim, die_connected)
 
 

@@ -1,4 +1,4 @@
-"""The checker of the PTX memory model knows what is known of small programs.
+"""The checker of the PTX memory model gives the known results for small programs.
 
 What PTX says of message passing, store buffering and the like is in "Memory Consistency Model" of
 the PTX ISA, and in the paper that tests/support/ptx.py names.

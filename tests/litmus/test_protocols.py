@@ -89,7 +89,7 @@ def publish_and_meet(without=None):
 
 
 def withdrawn_announcement(without=None):
-    """A rank that drains withdraws its announcement; another one may have seen it before."""
+    """A rank that drains withdraws its announcement; another rank may have seen it before."""
     protocol = Protocol(without)
     owner, reader = Rank(protocol, 0), Rank(protocol, 1)
     owner.flags.store("operation", 1)
@@ -101,7 +101,7 @@ def withdrawn_announcement(without=None):
 
 
 def packet_with_clear(without=None):
-    """A packet of operation 3 comes where one of operation 1 has been read and overwritten."""
+    """A packet of operation 3 arrives in the place of one of operation 1, read and overwritten."""
     protocol = Protocol(without)
     writer, reader = Rank(protocol, 0), Rank(protocol, 1)
     writer.data.store("packet", 1, SYSTEM)

@@ -83,7 +83,7 @@ def test_another_shape_raises(states):
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_whole_states_of_sharded_parameters(world, shard, states):
-    """All ranks assign them; the steps are those of one optimizer with the mean gradient."""
+    """All ranks assign states; the steps equal those of one optimizer with the mean gradient."""
     shapes = SHAPE, (96,), (7,)  # parts of some ranks are empty, or all
 
     def random(rank, seed, scale=1.0):

@@ -87,7 +87,7 @@ def test_loading_converts(states, master):
 
 
 def test_second_moments_in_fp16_of_torch():
-    """Not roots, as ours are: they are told apart by name."""
+    """torch stores them as they are, pycomm as roots; the names distinguish the two."""
     param = torch.nn.Parameter(torch.ones(8, dtype=torch.float16))
     peer = torch.optim.Adam([param])
     param.grad = torch.full_like(param, 3.0)
@@ -137,7 +137,7 @@ def test_weights_that_are_set_between_steps_are_rounded_as_by_a_step(master):
 
 
 def test_remainders_and_fp32_masters_train_alike():
-    """The joined weights of one are those of the other, to the last bit."""
+    """Both have the same weights, to the last bit."""
     seen = []
     for master in ("fp32", "remainder"):
         case = Case("adamw", dtype=BF16, grad_dtype=torch.float32, master=master)
@@ -180,7 +180,7 @@ def test_torch_does_not_take_codes_for_moments(peer, foreach):
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "momentum_buffer"])
 def test_codes_are_known_by_their_name(name):
-    """Under that of values they are refused, as are values under theirs."""
+    """Codes under the name of values are refused, and values under the name of codes."""
     if name == "momentum_buffer":
         _, optimizer, native = stepped(optim.FusedSGD, ((5000,),), momentum=0.9)
     else:
@@ -190,12 +190,12 @@ def test_codes_are_known_by_their_name(name):
     assert codes.dtype == torch.uint8
     others = {key: value for key, value in state.items() if key != f"{name}_code"}
     for wrong in ({name: codes}, {f"{name}_code": codes.float()}):
-        with pytest.raises(ValueError, match=rf"codes of 8 bits are kept under {name}_code"):
+        with pytest.raises(ValueError, match=rf"states with dtype uint8 must be under {name}_code"):
             optimizer.load_state_dict({**native, "state": {0: {**others, **wrong}}})
 
 
 def test_counter_in_the_group():
-    """As apex' and TransformerEngine's FusedAdam keep it; with masters as the latter does."""
+    """As FusedAdam of apex and TransformerEngine; with masters as in TransformerEngine."""
     params, optimizer = run(Case("adamw", dtype=BF16, master="fp32"), steps=4)
     state_dict = copy.deepcopy(optimizer.state_dict())
     for state in state_dict["state"].values():
@@ -233,7 +233,7 @@ def test_wrong_checkpoints_are_refused():
         optimizer.state_dict(format="apex")
     wrong = copy.deepcopy(optimizer.state_dict())
     wrong["state"][0]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"exp_avg has shape \(3,\), its parameter \(33, 7\)"):
+    with pytest.raises(ValueError, match=r"exp_avg has shape \(3,\), but its parameter \(33, 7\)"):
         optim.FusedAdamW(params).load_state_dict(wrong)
 
 
@@ -256,14 +256,14 @@ def test_remainders_of_transformer_engine(master):
 
 
 def test_checkpoints_of_other_optimizers_are_refused():
-    """Not loaded as moments of zero at step 1,000."""
+    """They must not be loaded as moments of zero at step 1,000."""
     params, lion = run(Case("lion"))
     adam = Case("adam").make(params)
-    with pytest.raises(ValueError, match="has no exp_avg_sq, but step, exp_avg"):
+    with pytest.raises(ValueError, match="has no exp_avg_sq, only step, exp_avg"):
         adam.load_state_dict(lion.state_dict())
     foreign = {"step": torch.tensor(1000.0), "state1": torch.zeros(33, 7)}
     groups = adam.state_dict()["param_groups"]
-    with pytest.raises(ValueError, match="has no exp_avg, but step, state1"):
+    with pytest.raises(ValueError, match="has no exp_avg, only step, state1"):
         Case("adam").make(params).load_state_dict({"state": {0: foreign}, "param_groups": groups})
     halves = parameters(torch.float16)
     _, remainders = run(Case("adam", dtype=BF16, master="remainder"))

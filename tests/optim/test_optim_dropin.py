@@ -1,4 +1,4 @@
-"""Whatever takes a torch.optim.Optimizer takes these: the rest of torch, beside torch's own."""
+"""Code that takes a torch.optim.Optimizer takes these optimizers, with the results of torch's."""
 
 import copy
 import inspect
@@ -200,7 +200,7 @@ def test_closures(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_groups(name):
-    """Options by group, and groups that come later; what a group does not say are the defaults."""
+    """Options by group, and groups that are added later; missing options are the defaults."""
     first, second = parameters(shapes=((7,), (9,)))
     optimizer = Case(name).make([{"params": [first], "lr": 0.5}])
     optimizer.add_param_group({"params": second, "states": "bf16"})

@@ -315,7 +315,7 @@ TORCH = functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True)
     ("spread", "ranks"), [(fsdp, 1), (fsdp, 2), (fsdp, 3), (hsdp, 4), (both, 4)]
 )
 def test_training_is_that_of_torch(spread, ranks):
-    """And all ranks clip by the same bits; clip_grad_norm_ before a step does the same."""
+    """All ranks clip with the same bits; clip_grad_norm_ before a step has the same effect."""
     results = run(ranks, trained, spread, [(FUSED, None), (UNCLIPPED, 0.7), (TORCH, 0.7)])
     for (weights, norms), (clipped, _), (reference, expected) in results:
         for got, hand, right in zip(weights, clipped, reference, strict=True):
@@ -585,7 +585,7 @@ def names_of_states():
 
 
 def test_all_ranks_store_a_parameter_in_the_same_form():
-    """Although shards have fewer than 4,096 elements where whole parameters have more."""
+    """Even if shards have fewer than 4,096 elements and the whole parameters have more."""
     (expected,) = run(1, names_of_states)
     assert "exp_avg_code" in expected["vector"]
     assert "exp_avg_code" not in expected["row"]

@@ -122,7 +122,7 @@ def test_steps_and_weights_that_are_set_are_no_edits(case):
 
 
 def test_an_edit_through_data_is_within_half_a_unit():
-    """Nothing tells of it; remainders are those of the weights before."""
+    """pycomm cannot notice such an edit: the remainders still belong to the old weights."""
     params, optimizer = run(CASES[0])
     for param in params:
         param.data.fill_(3.0)

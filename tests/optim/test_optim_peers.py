@@ -21,7 +21,7 @@ INF = float("inf")
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, optim.GradScaler])
 @pytest.mark.parametrize("pattern", ["x.", ".x.", "xx..x.", ".x.x.x", "..."])
 def test_counters_know_this_overflow_and_not_the_one_before(scaler_class, pattern):
-    """apex and TransformerEngine advance `step` by the previous iteration's flag."""
+    """apex and TransformerEngine advance `step` by the flag of the previous iteration."""
     params = parameters(shapes=((5,), (70, 60)))
     optimizer = optim.FusedAdamW(params, master_weights="fp32", states="8bit")
     scaler = scaler_class("cpu", init_scale=8.0)

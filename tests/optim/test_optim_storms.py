@@ -1,4 +1,4 @@
-"""Overflows leave everything as it was, however they come; and the peers' defects do not happen."""
+"""Overflows of any kind change nothing, and defects of other libraries do not occur."""
 
 import copy
 

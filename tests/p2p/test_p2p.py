@@ -74,7 +74,7 @@ def test_crossing_between_processes(count):
 
 
 def small_sends_cross(group):
-    """Gloo's would wait for each other."""
+    """All ranks send before they receive; with Gloo such sends wait for each other."""
     x, y = torch.full((1000,), group.rank), torch.empty(1000, dtype=torch.int64)
     pycomm.send(x, 1 - group.rank, group=group)
     pycomm.recv(y, 1 - group.rank, group=group)

@@ -134,7 +134,7 @@ def test_a_pipeline():
 
 
 def flood(group: pycomm.Group, begun: Path) -> int:
-    """More than all buffers hold, while the receiver does something else."""
+    """Sends more than all buffers hold, while the receiver computes."""
     count, x = 3000, torch.zeros(4096)
     if group.rank == 0:
         requests = []
@@ -158,7 +158,7 @@ def test_more_messages_than_buffers(tmp_path):
 
 
 def send_many(group: pycomm.Group, sent: threading.Event) -> None:
-    """What has come ends in the middle of what a receiver reads at once; nothing follows it."""
+    """The last message ends in the middle of one read of the receiver, and nothing follows it."""
     for count in range(980, 1000, 4):  # about 1 MiB
         messages = torch.arange(count, dtype=torch.int32).repeat_interleave(250).view(count, 250)
         if group.rank == 0:
@@ -208,7 +208,7 @@ def test_messages_that_do_not_match(size, dtype):
         assert (outcome["error"], outcome["rank"]) == (pycomm.Mismatch, 2), outcome
     assert f"rank 2 sent {size} float32, rank 0 receives {size - 1} " in outcomes[0]["text"]
     assert f"rank 2 sent {size} float32" in outcomes[1]["text"], "rank 1 is on the same node"
-    assert "another size or dtype than rank 0 receives" in outcomes[2]["text"]
+    assert "another size or dtype than rank 0 expects" in outcomes[2]["text"]
 
 
 def lose_a_rank(group: pycomm.Group, victim: int, phase: str, count: int) -> object:
@@ -299,14 +299,14 @@ def leave_without_descriptors(group: pycomm.Group) -> object:
 
 
 def test_a_rank_leaves_without_descriptors():
-    """A process that can open nothing any more, and has never sent anything, still says so."""
+    """Without free descriptors, and if it has never sent anything, a rank says that it leaves."""
     outcome, _ = spanning.run([1, 1], leave_without_descriptors, timeout=30)
     assert (outcome["error"], outcome["rank"]) == (pycomm.PeerDied, 1)
 
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_rank_leaves(before):
-    """`before`: before anybody receives; then all others have left, and no source is left."""
+    """If `before`, it leaves before anybody receives, so that a receive has no source any more."""
     first, second, _ = spanning.run([2, 1], leave, before, timeout=30)
     assert first["error"] is pycomm.PeerDied
     if not before:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
-# What of our own each layer may include.
+# The layers whose headers each layer may include.
 LAYERS = {
     "core": {"core"},
     "cpu": {"cpu", "core"},
@@ -21,12 +21,12 @@ LAYERS = {
     "bind": {"bind", "cpu", "cuda", "core"},
     "c10d": {"c10d", "core"},
 }
-# A group's CUDA side hands operations to kernels under the eyes of the group on the host. The
+# A group's CUDA side passes failures and progress between kernels and the group on the host. The
 # torch.distributed backend shares the names of element types with the binding.
 ALSO = {"cuda/group.h": {"cpu"}, "c10d/request.cpp": {"bind"}}
 TORCH = r"torch|ATen|c10|pybind11|Python\.h"
 SYSTEM = r"sys/|linux/|unistd|fcntl|pthread|poll|sched"
-# What of others' each layer may not.
+# Headers of other projects that each layer must not include.
 FORBIDDEN = {
     "core": TORCH + r"|cuda|cooperative_groups|" + SYSTEM,
     "cpu": TORCH + "|cuda",
@@ -78,7 +78,7 @@ LEVEL = {name: level for level, names in enumerate(PYTHON_LAYERS) for name in na
 
 
 def modules():
-    """All of them, by their dotted names inside of pycomm; a package goes by its own."""
+    """All modules, by their dotted names inside of pycomm; a package by its own name."""
     found = {}
     for path in (ROOT / "pycomm").rglob("*.py"):
         parts = path.relative_to(ROOT / "pycomm").with_suffix("").parts
@@ -90,7 +90,7 @@ MODULES = modules()
 
 
 def imported(path):
-    """Names that a module imports, wherever and for whomever: at its head, in functions, typing.
+    """All names that a module imports: at its head, in functions, and for type checkers.
 
     A module with lazy names says in a stub of its own where they come from.
     """

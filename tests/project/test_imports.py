@@ -145,7 +145,7 @@ def test_modules_are_attributes():
 
 
 def test_types_of_fields_can_be_looked_up():
-    """As programs do that read options from a file."""
+    """Programs that read options from a file look them up."""
     assert typing.get_type_hints(pycomm.Sharding)["group"] == pycomm.Group | None
 
 
@@ -188,7 +188,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_the_first_use_may_have_any_defaults():
-    """What a context or a default changes for the caller does not stay in a module."""
+    """A module that is imported in a context does not keep the context's defaults."""
     code = (
         ONE_RANK
         + """
@@ -212,7 +212,7 @@ optimizer.step()
 
 
 def test_objects_come_in_pickles_and_copies():
-    """To a process that has not used their names."""
+    """They are unpickled in a process that has not used their names."""
     code = """
 import copy, pickle, pycomm
 kept = [pycomm.Int8(block=128), pycomm.Timeout("late", rank=1), pycomm.optim.FusedSGD]

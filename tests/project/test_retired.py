@@ -1,4 +1,4 @@
-"""Names that have gone name what replaces them."""
+"""The errors of removed names and options name the replacement."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""tests/run.py: a second try, what is told, and the exit status."""
+"""tests/run.py: the second try, the output, and the exit status."""
 
 import subprocess
 import sys

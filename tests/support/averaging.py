@@ -63,7 +63,7 @@ class Trainee:
             self.model.register_comm_hook(self.state, hooks.local_sgd_hook)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies, as exactly as the optimizer has them."""
+        """Copies of the weights in the optimizer's precision."""
         full = getattr(self.optimizer, "full_weights", torch.Tensor.detach)
         return {name: full(p).clone() for name, p in ddp.unprefixed(self.model).items()}
 
@@ -94,7 +94,7 @@ def train(group: pycomm.Group, front: str, steps: int, make: Any = None, **optio
 
 
 def check(runs: list[Any], options: dict[str, Any]) -> None:
-    """Every exchange of all ranks, bit for bit, beside the golden model."""
+    """Compares every exchange of all ranks, bit for bit, with the golden model."""
     began = runs[0][0]
     sizes = {name: -(-w.numel() // 4096) * 4096 for name, w in began.items()}
     first = {name: sum(list(sizes.values())[:i]) for i, name in enumerate(sizes)}
@@ -128,7 +128,7 @@ def close(parameter: torch.Tensor, weights: torch.Tensor) -> None:
 
 
 def wide(weights: torch.Tensor) -> torch.Tensor:
-    """In the type that exchanges reckon in."""
+    """Values in the type in which exchanges compute."""
     return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
 

@@ -40,7 +40,7 @@ def run(size: int, function: Callable[..., Any], *args: Any, seconds: float = 60
 def ranks(
     size: int, function: Callable[..., Any], *args: Any, seconds: float = 60
 ) -> helpers.Ranks:
-    """The processes, to do harm to."""
+    """The processes, which tests can kill or stop."""
     return helpers.Ranks(size, member, function, seconds, *args)
 
 

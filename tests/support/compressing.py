@@ -156,7 +156,7 @@ def codec_of(compression: pycomm.Compression, dtype: torch.dtype, step: int = 0)
 
 
 def check(case: Case, size: int, staging_bytes: int = 2 << 20) -> None:
-    """Every rank's every step, bit for bit: results, residuals, velocities."""
+    """Compares results, residuals and velocities of all ranks and steps, bit for bit."""
     with pycomm.LocalWorld(size, timeout=60, staging_bytes=staging_bytes) as world:
         seen = world.run(run, case)
     model = Model(case, size, staging_bytes)

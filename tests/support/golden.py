@@ -43,7 +43,7 @@ def tensors_in(saved: Any) -> dict[str, torch.Tensor]:
 
 
 def same_tensors(one: Any, other: Any) -> bool:
-    """The same ones, bit for bit."""
+    """True if both have the same tensors, bit for bit."""
     one, other = tensors_in(one), tensors_in(other)
     assert one.keys() == other.keys()
     return all(same_bits(one[path], other[path]) for path in one)

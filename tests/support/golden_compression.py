@@ -64,7 +64,7 @@ def random_bits(index: np.ndarray, step: int, stream: int, seed: int) -> np.ndar
     return rows[np.arange(len(rows)), place // 64]
 
 
-# Codecs: what fp32 values have become once decoded. `index` tells where each lies in the whole.
+# Codecs: fp32 values after encoding and decoding. `index` is each value's index in the whole.
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Reduction:
 
 
 def two_shot(work: Reduction, overflow: bool = False) -> torch.Tensor:
-    """All encode everything, owners decode, add in rank order and encode once more."""
+    """All ranks encode everything; owners decode, add in rank order and encode the sum."""
     everything = np.arange(work.count)
     sent = [work.pass_on(rank, own, everything) for rank, own in enumerate(work.own)]
     with np.errstate(all="ignore"):

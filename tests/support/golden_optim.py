@@ -31,7 +31,7 @@ def canonical(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.uint32(0x7FC00000).view(F), values)
 
 
-# Formats: what fp32 values have become once stored.
+# Formats: fp32 values after they have been stored.
 
 
 def split(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

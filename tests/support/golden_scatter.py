@@ -1,8 +1,8 @@
 """The expected results of compressed reduce-scatters, computed with numpy without pycomm.
 
-A node's ranks add up first, in order. The rank that carries a stripe of a segment, which is what
-the ranks of one node get, adds its residual and encodes. The decoded values add up in the order of
-nodes, and are divided once. On one node, every rank acts as a node of its own.
+A node's ranks add up first, in order. For each node's blocks, the rank that carries a stripe adds
+its residual to the stripe and encodes it. The decoded values add up in the order of nodes, and are
+divided once. On one node, every rank acts as a node of its own.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def alone(
 
 
 def assert_alike(got: nn.Module, wanted: nn.Module, mode: str = "plain") -> None:
-    """Parameters are those of plain torch, up to rounding and what int8 loses."""
+    """Parameters equal plain torch's, up to rounding and the loss of int8."""
     tolerance = 1e-3 if "int8" in mode else 1e-6
     for (name, one), other in zip(got.named_parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance, msg=lambda m, n=name: n + m)

@@ -53,7 +53,7 @@ class Step:
     Attributes:
         without_sync: backwards inside of no_sync().
         backwards: backwards that exchange, one after the other.
-        zero: who zeroes gradients: "none", "optimizer" or "model".
+        zero: what zeroes gradients: "none", "optimizer" or "model".
         set_to_none: whether they are removed.
         zero_after_forward: zero them between the first forward and its backward.
         overflows_on: the rank that has an infinite gradient.
@@ -153,7 +153,7 @@ class Run:
     Attributes:
         uneven: ranks have different numbers of batches; checkpoints are then not loaded.
         weight: the weight of the batch, from even_batches().
-        seen: everything that both must have alike, in order.
+        seen: everything that must be the same in both runs, in order.
     """
 
     uneven = False

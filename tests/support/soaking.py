@@ -1,4 +1,4 @@
-"""Failures for as long as wanted: what the survivors hold must stay what it was at first.
+"""Failures for any length of time: the survivors' resources must not grow.
 
 ``python tests/support/soaking.py --minutes 60 --json FILE`` runs two ranks that live on. In every
 round a third one joins them, on their node or on another, all run random operations with checked
@@ -36,7 +36,7 @@ IDENTITY = rendezvous.node_identity
 
 
 def make_group(store: Any, rank: int, number: int) -> pycomm.Group:
-    """A group without a process group of torch: those would be made anew in every round."""
+    """A group without torch's process groups, which every round would have to make anew."""
     spans = number % 2 == 1
     rendezvous.node_identity = lambda: IDENTITY() + (f" {rank > 0}" if spans else "")
     store = PrefixStore(str(number), store)

@@ -1,4 +1,4 @@
-"""Processes of one node that take themselves for processes of several."""
+"""Processes of one node that behave as processes of several nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pycomm._runtime import rendezvous
 
 
 def pretend(node: str) -> None:
-    """From now on this process takes itself for one of that node."""
+    """From now on this process behaves as a process of that node."""
     real = rendezvous.node_identity
     rendezvous.node_identity = lambda: f"{real()} {node}"
 
@@ -46,7 +46,7 @@ def run(
 def ranks(
     nodes: list[int], function: Callable[..., Any], *args: Any, **options: Any
 ) -> helpers.Ranks:
-    """The processes, to do harm to."""
+    """The processes, which tests can kill or stop."""
     nodes = names(nodes)
     return helpers.Ranks(len(nodes), member, nodes, function, options, *args)
 
@@ -54,8 +54,8 @@ def ranks(
 def shrink(group: pycomm.Group, timeout: float | None = None) -> tuple[int, ...]:
     """The ranks of the smaller group, once all of them have met in it.
 
-    A rank that ends just when it has seen that the smaller group is complete may be dead for one
-    that has not seen that yet, and this one would shrink the group again.
+    If a rank ends just when it has seen that the smaller group is complete, a rank that has not
+    seen that yet may take it for dead, and shrink the group again.
     """
     smaller = group.shrink(timeout)
     pycomm.barrier(group=smaller)

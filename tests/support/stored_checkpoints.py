@@ -3,8 +3,8 @@
     python tests/support/stored_checkpoints.py
 
 writes the files that are missing. Files that exist stay: they show that the present code loads what
-earlier code wrote. A file has records. Each holds `saved`, as a program saves it after a few steps,
-and `after`, the digest of what the same training would have saved some steps later.
+earlier code wrote. A file has records. Each holds `saved`, a checkpoint as a program saves it after
+a few steps, and `after`, the digest of the same training's checkpoint some steps later.
 
 All values of parameters and gradients are multiples of 1/16. Unless the wrapper has residuals, its
 ranks average gradients without rounding, so training has the same bits on any number of ranks.

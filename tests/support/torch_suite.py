@@ -2,9 +2,9 @@
 
 ``python tests/support/torch_suite.py WORLD_SIZE [TEST ...]``
 
-The tests decide by the name "gloo" which of them run, so torch.distributed is patched: who asks for
-Gloo gets pycomm, and who asks for a backend's name hears "gloo". Every rank of every test is a fork
-of this process, because importing torch takes longer than most tests.
+The tests decide by the name "gloo" which of them run, so torch.distributed is patched: a call that
+asks for Gloo gets pycomm, and a call that asks for a backend's name gets "gloo". Every rank of
+every test is a fork of this process, because importing torch takes longer than most tests.
 """
 
 import contextlib

@@ -167,6 +167,6 @@ def wait_until_stopped(pid: int) -> None:
 
 
 def pin(core: int) -> None:
-    """Ranks on one core, the killer on another: it sees a phase at once, and strikes within it."""
+    """Ranks on one core, the killer on another: it sees a phase at once, and kills within it."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[core % len(cores)]})

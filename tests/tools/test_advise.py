@@ -23,7 +23,7 @@ def cluster(ranks, nodes, rate=1e9, latency=0.0, **options):
 
 
 def test_shipped_constants():
-    """With unit and source; no value is tested anywhere."""
+    """They have units and sources; no test checks a value."""
     known = constants.load()
     assert set(UNITS) <= set(known.values)
     assert all(len(constant.source) > 10 for constant in known.values.values())
@@ -361,7 +361,7 @@ def test_what_others_do_better_is_said():
 
 
 def test_sixteen_thousand_ranks():
-    """Is answered at once, and finite."""
+    """The prediction is made at once, and is finite."""
     model = Model(cluster(16384, 2048, latency=1e-4), TYPICAL)
     for pair in PAIRS:
         assert math.isfinite(model.exchange(*pair, 125 * MILLION).seconds)

@@ -19,7 +19,7 @@ from pycomm.bench.report import KIB
 
 
 def late_call(group):
-    """Rank 1 takes 30 ms for the calls, and rank 0 for what comes before them."""
+    """Rank 1 takes 30 ms for each call, and rank 0 takes 30 ms before each call."""
     tensor, log = torch.zeros(4), []
 
     def call():
@@ -124,7 +124,7 @@ def test_a_crossing_ends_if_another_rank_does_not_come():
     at = [flags.data_ptr() + i * _C.Crossing.flag_bytes for i in range(2)]
     slots = [memory.data_ptr() + i * _C.Crossing.turns * 16 for i in range(2)]
     crossing = _C.Crossing(Route.two_shot, at, slots, 0, 16, 16)
-    with pytest.raises(RuntimeError, match="has not come in time"):
+    with pytest.raises(RuntimeError, match="did not take part in time"):
         crossing.run(memory.data_ptr() + 128, memory.data_ptr() + 192, 0.05)
     for rank, nbytes in ((2, 16), (0, 15)):
         with pytest.raises(ValueError, match="must be"):

@@ -123,7 +123,7 @@ def test_files_of_ranks_that_have_gone_are_removed(world, tmp_path):
 
 
 def test_nodes_share_a_directory(monkeypatch, tmp_path):
-    """Each has two ranks; then one has one less, with other numbers."""
+    """Each node has two ranks; then one node has one rank less, and the ranks other numbers."""
     path = tmp_path / "{rank}.prom"
 
     def write(node, *ranks):

@@ -161,7 +161,7 @@ def test_a_script_that_is_stopped_as_a_part_begins_stops_it(tmp_path):
 
 
 def test_time_that_is_left_passes_on(tmp_path):
-    """And time to stop a part is taken from the next one."""
+    """Time that stopping a part takes is subtracted from the next part."""
     shell = run_parts(
         tmp_path,
         "part first 50 true",

@@ -60,7 +60,7 @@ def test_layouts_and_rates():
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_formula(count, ranks):
-    """A node sends as much as with one rank per node in pycomm, and more in Gloo's ring."""
+    """In pycomm, a node sends as much as with one rank per node; in Gloo's ring it sends more."""
     rows = rows_of(count, ranks)
     shares = {name: row.predicted_link_bytes / SIZE for name, row in rows.items()}
     once = 2 * (count - 1) / count

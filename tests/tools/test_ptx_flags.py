@@ -1,4 +1,4 @@
-"""What ptxas compiles wrongly is found in PTX, and nothing else."""
+"""The check finds code that ptxas compiles wrongly, and no other code."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_measures_of_a_copy():
 
 
 def test_a_copy_that_does_not_load_first():
-    """As many bytes and instructions, one load in flight: the limits notice."""
+    """It has as many bytes and instructions, but one load in flight: the limits notice that."""
     good = measure(kernel_of(*copy_loop(2)), hot(8), "90")
     bad = measure(kernel_of(*ALTERNATING), hot(8), "90")
     assert (bad.instructions, bad.loads, bad.rounds) == (good.instructions, 1, 2)

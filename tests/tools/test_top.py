@@ -24,7 +24,7 @@ TOP = [sys.executable, "-m", "pycomm.top"]
 
 
 def hang(rank, size, store):
-    """Two groups; rank 1 stays away from the last operation of the second one."""
+    """Runs two groups; rank 1 does not join the last operation of the second one."""
     with helpers.member(rank, size, store) as group, pycomm.init() as other:
         for _ in range(3):
             pycomm.all_reduce(torch.ones(1000), group=group)
@@ -163,7 +163,7 @@ def test_no_job(capsys):
 
 @pytest.mark.parametrize("damage", ["layout", "ranks", "short"])
 def test_files_that_are_no_windows_of_ours(damage):
-    """A window of another version is told; a damaged one is left out."""
+    """A window of another version is reported; a damaged window is left out."""
     header = pycomm._C.window_magic.to_bytes(8, "little")
     layout = pycomm._C.window_layout ^ (damage == "layout")
     header += layout.to_bytes(8, "little")

@@ -1,4 +1,4 @@
-"""Traces: what they tell of each rank, what they lose, several nodes, files."""
+"""Traces: their content for each rank, lost operations, several nodes, files."""
 
 import gzip
 import json

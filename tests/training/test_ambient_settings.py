@@ -1,4 +1,4 @@
-"""torch's defaults, set by the user around a program, change none of its bits."""
+"""Defaults of torch that the user sets around a program do not change any bit."""
 
 import contextlib
 

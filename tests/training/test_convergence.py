@@ -13,7 +13,7 @@ WITH_FEEDBACK = [name for name, mode in MODES.items() if mode.feedback]
 
 
 def test_working_versions_end_in_their_bands_and_broken_ones_outside():
-    """They are trained once, so all of it is one test."""
+    """One test for all versions, because they are trained once."""
     plans = claims.plan_runs("digits", seed=0, steps=STEPS)
     verdicts = claims.judge(plans, run_all(plans))
     inside = {v for v in map(describe, verdicts) if v[-1]}

@@ -45,7 +45,7 @@ def same_states(one, other):
 
 
 def goes_on_alike(group, name, way):
-    """The copy of a model does as the model does, and neither changes the other."""
+    """A copy of a model trains like the model, and neither changes the other."""
     model = wrapper(name, bucket_cap_mb=TINY, group=group)
     wrapped.train(model, group.rank, range(2))
     copied = way(model)
@@ -103,7 +103,7 @@ def loaded_by_all(group, data, refused):
     with torch.no_grad():
         model(ddp.batch(0, 0))
     if refused:
-        with pytest.raises(ValueError, match="they are of rank 0 of 2, this is rank 1 of 2"):
+        with pytest.raises(ValueError, match="they belong to rank 0 of 2, this is rank 1 of 2"):
             wrapped.batch_loss(model, group.rank, 0)
     else:
         wrapped.batch_loss(model, group.rank, 0).backward()

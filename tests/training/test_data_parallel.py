@@ -212,7 +212,7 @@ def without_no_sync(group):
 
 
 def across_no_sync(group):
-    """It is backward that exchanges or not, wherever its forward was."""
+    """Only the place of the backward decides whether it exchanges, not the place of its forward."""
     model, alone = pycomm.DataParallel(ddp.network(), bucket_cap_mb=0.02), ddp.network()
     loss = wrapped.batch_loss(model, group.rank, 0)
     with model.no_sync():
@@ -309,7 +309,7 @@ def with_unused(group, name, bucket_cap_mb, set_to_none):
 )
 @pytest.mark.parametrize("name", ["dense", "int8", "momentum"])
 def test_parameters_unused_on_one_rank_or_on_all(name, bucket_cap_mb, set_to_none):
-    """Unused on one: as a gradient of zeros. On all: no gradient, and the residual stays."""
+    """Unused on one rank: like a gradient of zeros. On all ranks: no gradient, same residual."""
     runs = helpers.run_group(2, with_unused, name, bucket_cap_mb, set_to_none)
     Reference(2, COMPRESSIONS[name]).check(runs)
     for run in runs:

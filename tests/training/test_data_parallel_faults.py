@@ -63,7 +63,7 @@ def fail(model, rank, step):
 
 
 def all_raise(group, set_to_none):
-    """In the first step and in a later one; nothing of it is left."""
+    """All ranks raise in the first step and in a later one; later steps are not affected."""
     model = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY)
     fail(model, group.rank, 0)
     check_steps(group, model, range(2), set_to_none)
@@ -76,7 +76,7 @@ def all_raise(group, set_to_none):
 
 
 def one_raises(group, set_to_none):
-    """The other one learns of it in the same step, and no gradient is left; then all go on."""
+    """The other rank raises in the same step, and no gradient is left; then both go on."""
     model = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY)
     for turn in range(3):
         model.zero_grad(set_to_none=set_to_none)
@@ -163,7 +163,7 @@ PLACES = ["loss", "middle", "forward"]
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "with buffers"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_loop_that_skips_what_raises_stays_in_step(place, norm):
-    """Wherever it was: in the loss, in the midst of the module's backward, or in its forward."""
+    """The error may be in the loss, in the module's backward, or in its forward."""
     errors = helpers.run_group(2, skipping, place, norm)
     for rank, others in enumerate(errors):
         kinds = [OwnError if rank in by else RuntimeError for by in ([0], [1], [1], [0, 1])]
@@ -377,7 +377,7 @@ def crossing(group, apart):
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two groups", "one group"])
 def test_two_models_whose_exchanges_cross(apart):
-    """On one group they are told apart, however alike; on a group each they work."""
+    """On one group, even equal models are distinguished; with a group for each, they work."""
     helpers.run_group(2, crossing, apart)
 
 
@@ -428,7 +428,7 @@ def pass_by(marker, gradient):
 
 
 def forgetful(group):
-    """The wrapper keeps nothing of the graphs that it has seen, run or not."""
+    """The wrapper does not keep graphs alive, whether their backward ran or not."""
     model = pycomm.DataParallel(Fragile(), bucket_cap_mb=TINY)
     for run in (True, False):
         marker = OwnError(0)

@@ -138,7 +138,7 @@ def shared_among_reentrant_checkpoints(group):
 
 
 def more_often_in_later_steps(group):
-    """Would be sent before its last gradient: refused, and the wrapper lives on."""
+    """A parameter that would be sent before its last gradient is refused; the wrapper goes on."""
     model = pycomm.DataParallel(shared(1), bucket_cap_mb=TINY)
     model(inputs(group.rank, 0)).sum().backward()
     shared(2, model.module)

@@ -98,7 +98,7 @@ def accumulated_with_weights(group):
 
 
 def nothing_to_learn_from(group):
-    """A rank without weight may have a loss that is no number."""
+    """A rank with weight 0 may have a loss of NaN."""
     model, alone = pycomm.DataParallel(ddp.network(), bucket_cap_mb=TINY), ddp.network()
     for step in range(2):
         model.zero_grad()
@@ -110,7 +110,7 @@ def nothing_to_learn_from(group):
 
 
 def bad_weights(group):
-    """The wrapper is as good as before."""
+    """The wrapper still works afterwards."""
     model, alone = pycomm.DataParallel(ddp.network(), bucket_cap_mb=TINY), ddp.network()
     for weight in (-1, float("nan"), float("inf")):
         with pytest.raises(

@@ -47,7 +47,7 @@ def train(group, shard, evaluate):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_frozen_copy(world, shard, mode):
-    """As of a moving average; on one rank only, so that it must not communicate."""
+    """A frozen copy, as for a moving average, runs on one rank only, so it must not communicate."""
 
     def body(group):
         averages = {}

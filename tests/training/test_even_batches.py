@@ -176,7 +176,7 @@ def test_a_loader_raises_in_a_group_that_has_failed(world):
 
 
 def test_all_ranks_leave_a_loop_early(world):
-    """Nothing is left behind, and no batch has been taken that was not yielded."""
+    """No state is left, and no batch was taken from a loader without being yielded."""
     batches = [2, 5, 7]
 
     def body(group):

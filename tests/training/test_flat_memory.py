@@ -28,7 +28,7 @@ def pieces_of_a_model():
 
 
 def test_buffers_die_with_their_parameters():
-    """At once: no cycle waits for the collector."""
+    """The memory is freed at once: no reference cycle waits for the garbage collector."""
     pieces_of_a_model()  # what torch imports at a first step keeps its frames
     gc.collect()
     gc.disable()

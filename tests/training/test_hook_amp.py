@@ -122,7 +122,7 @@ def scaled_down(group, name):
 
 @pytest.mark.parametrize("name", HELD)
 def test_residuals_are_untouched_under_a_scale_without_an_inverse(name):
-    """It is an overflow: results are no numbers, so that the optimizer skips the step."""
+    """It counts as an overflow: results are NaN, so the optimizer skips the step."""
     for first, second in helpers.run_group(2, scaled_down, name):
         for one, residual in first.residuals.items():
             assert (residual == 0.5).all()

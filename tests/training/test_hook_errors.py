@@ -160,7 +160,7 @@ def registered_on_what_is_no_ddp_model(group):
 
 
 def registered_twice(group):
-    """The first one stays."""
+    """The first hook stays registered."""
     state = hooks.AllReduceState()
     model = DistributedDataParallel(ddp.network())
     state.register(model)

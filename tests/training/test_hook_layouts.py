@@ -77,7 +77,7 @@ HERE_AND_THERE = [
 @pytest.mark.parametrize("views", [True, False])
 @pytest.mark.parametrize("name", ["dense", "int8", "topk", "momentum"])
 def test_parameters_unused_on_one_rank_or_on_all(name, views):
-    """Unused on one: as a gradient of zeros. On all: no gradient, and the residual stays."""
+    """Unused on one rank: like a gradient of zeros. On all ranks: no gradient, same residual."""
     arguments = (name, HERE_AND_THERE, {"gradient_as_bucket_view": views})
     runs = helpers.run_group(2, with_unused, *arguments)
     Reference(2, COMPRESSIONS[name]).check(runs)

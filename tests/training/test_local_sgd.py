@@ -127,7 +127,7 @@ def test_steps_between_are_each_ranks_own(world):
 
 
 def test_outer_parameters_are_the_same_on_all_ranks(world):
-    """Also in the middle of a period; afterwards a rank has its own again."""
+    """Also in the middle of a period; afterwards each rank has its own parameters again."""
 
     def body(group):
         options = {"period": 2, "compression": TOPK, "local_residuals": True}

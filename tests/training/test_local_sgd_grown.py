@@ -70,7 +70,7 @@ def lives_in(world, *options):
 
 @pytest.mark.parametrize(("name", "steps"), sweep.a_third_of(CASES, [0, 3, 4]))
 def test_a_newcomer_goes_on_from_what_all_have_in_common(world, monkeypatch, name, steps):
-    """It comes before the first step, between two rounds, or in one, where it does not count."""
+    """It joins before the first step, between two rounds, or in one, where it does not count."""
     monkeypatch.setattr("pycomm._training.outer._PIECE_BYTES", 1)  # a piece for every parameter
     options = CASES[name]
     lives = lives_in(world, options, steps)

@@ -187,7 +187,7 @@ def test_buffers_are_the_first_ranks_after_uneven_batches(world):
 
 @pytest.mark.parametrize("options", [{}, {"compression": pycomm.Int8(), **DILOCO}])
 def test_what_is_not_finite_reaches_all(world, options):
-    """So that all ranks see it, and no residual is lost to it."""
+    """All ranks see it, and no residual is lost."""
 
     def body(group):
         trainee = Trainee(group, options={"period": 2, **options})

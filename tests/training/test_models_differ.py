@@ -96,7 +96,7 @@ OPTIONS = {
 
 
 def check_refused(world, make, message):
-    """Rank 1 differs: each rank raises, says what does, and the group goes on."""
+    """Rank 1 differs: each rank's error names the difference, and the group still works."""
 
     def body(group):
         with pytest.raises(ValueError, match=message) as raised:

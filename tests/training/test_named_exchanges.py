@@ -187,7 +187,7 @@ def test_long_names_are_cut():
 
 
 def test_names_in_other_letters(world):
-    """Also those that are no Unicode."""
+    """Also names that are not valid Unicode."""
     (group,) = world(1)
     x = torch.ones(1, requires_grad=True)
     subject = Parameters([("\u5c64.\udc80", x)], None).subject([x])

@@ -1,4 +1,4 @@
-"""A rank whose forward has raised calls other things with the others, whatever it has dropped."""
+"""A rank whose forward has raised still makes later calls together with the other ranks."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Ranks that join and are lost leave nothing in those that go on."""
+"""Ranks that join and are lost leave no resources in the remaining ranks."""
 
 import gc
 import threading

@@ -382,7 +382,7 @@ def test_a_composable_checkpoint_is_refused_too(world):
 
 
 def test_without_the_exchange_of_states_ranks_disturb_each_other(world, monkeypatch):
-    """These tests can fail."""
+    """Without the exchange, the results differ, so the other tests can fail."""
     monkeypatch.setattr(turns.RandomState, "restore", lambda _: None)
     results = world(2, serial=True).run(train, False)
     assert not all(map(same, results, in_processes(2, "overlap")))

@@ -527,7 +527,7 @@ def test_parts_of_another_optimizer_are_refused(world):
         name = "cube"
         part = saved["state"][name]["exp_avg"]
         part.begin += 1
-        with pytest.raises(ValueError, match="exp_avg must be elements"):
+        with pytest.raises(ValueError, match="exp_avg must have its elements"):
             set_optimizer_state_dict(*again, saved)
 
     world(2).run(run)

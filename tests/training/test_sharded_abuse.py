@@ -1,4 +1,4 @@
-"""Misuse of a sharded model gives an error, or what a model without shards would give."""
+"""Misuse of a sharded model raises an error, or has the result of a model without shards."""
 
 import copy
 import pickle

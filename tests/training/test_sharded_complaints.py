@@ -1,4 +1,4 @@
-"""What users report of other sharded optimizers, each by its cause."""
+"""Problems that users report of other sharded optimizers, by cause."""
 
 import copy
 

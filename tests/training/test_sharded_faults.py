@@ -1,7 +1,7 @@
 """Ranks are killed in all phases of sharded training: no model goes on with half-new parameters.
 
-Each survivor raises an error that names the dead rank. Its parameters are then, bit for bit, those
-before or after the step, or its model refuses to go on until it has loaded a checkpoint.
+Each survivor raises an error that names the dead rank. Its parameters then have the bits from
+before or from after the step, or its model refuses to go on until it has loaded a checkpoint.
 """
 
 import contextlib

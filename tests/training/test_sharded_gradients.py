@@ -229,7 +229,7 @@ def test_a_checkpoint_without_its_states_is_refused():
         optimizer.step()
         saved = optimizer.state_dict(to=0)
         if group.rank == 1:
-            with pytest.raises(ValueError, match="has no states, which only rank 0 has"):
+            with pytest.raises(ValueError, match="has no states, because only rank 0 has"):
                 optimizer.load_state_dict(saved)
 
     with pycomm.LocalWorld(2) as world:

@@ -167,7 +167,7 @@ def test_weights_are_written_before_parts_of_lost_ranks_have_moved(world, name):
         else:
             training.model.regroup(group)
         pycomm.share_state(training.optimizer, receive=is_new, group=group)
-        with pytest.raises(RuntimeError, match="must come after a step"):
+        with pytest.raises(RuntimeError, match="must be called after a step"):
             training.optimizer.sharded_state_dict(training.model)
         return write_weights(training)
 
@@ -246,7 +246,7 @@ def test_states_are_shared_after_regroup(world):
             pycomm.share_state(optimizer, receive=group.rank == 1, group=group)
         return str(raised.value.__cause__)
 
-    assert "must come after regroup()" in world(2).run(live)[0]
+    assert "must be called after regroup()" in world(2).run(live)[0]
 
 
 def test_parts_are_not_overwritten(world):

@@ -40,8 +40,8 @@ def test_a_rank_and_its_buddy_are_lost_together():
         left = ranks.wait_for([0, 3])
     for outcome in left:
         assert outcome.value == (
-            "ranks [1, 2] are lost with their parts of the optimizer's states, both copies of "
-            "those of ranks [1]: load the checkpoint in a new wrapper"
+            "ranks [1, 2] are lost with their parts of the optimizer's states, and so are the "
+            "replicas of the states of ranks [1]: load a checkpoint in a new wrapper"
         )
 
 

@@ -86,7 +86,7 @@ def test_another_rank_is_killed_while_the_others_regroup(nodes, moment, options)
 )
 @pytest.mark.parametrize("moment", ["publishing", long("decided")])
 def test_what_published_changes_have_lost_is_dropped(moment, publish, options):
-    """As it is by those who load a checkpoint."""
+    """As when ranks load a checkpoint."""
     options = {"publish": publish, "bucket_cap_mb": 0.01, **options}
     assert check([1, 1, 1], {1: (2, moment)}, **options) == [3 if moment == "decided" else 2]
 

@@ -46,7 +46,7 @@ def test_two_forwards_before_a_backward(world):
 
 
 def test_two_forwards_through_batch_normalisation(world):
-    """As a discriminator's of true and false images."""
+    """As a discriminator's forwards of real and generated images."""
 
     def body(group):
         module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -64,7 +64,7 @@ def test_two_forwards_through_batch_normalisation(world):
 
 
 def test_forwards_that_get_no_backward(world):
-    """As a generator's whose images are detached, in every step: buffers are sent once per step."""
+    """As a generator's whose images are detached in every step; buffers are sent once per step."""
 
     def body(group):
         module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))

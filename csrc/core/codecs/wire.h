@@ -95,10 +95,10 @@ inline void check_header(const Codec& codec, const WireHeader& found, std::int64
   const auto size = static_cast<std::int64_t>(sizeof(WireHeader));
   PYCOMM_CHECK(bytes >= size, "wire must have a header of 16 bytes, got " + std::to_string(bytes));
   const WireHeader wanted = header_of(codec, n);
-  PYCOMM_CHECK(found.magic == wanted.magic, "wire is no encoding of pycomm's");
+  PYCOMM_CHECK(found.magic == wanted.magic, "wire is not a pycomm encoding");
   PYCOMM_CHECK(found.version == wanted.version,
-               "wire has version " + std::to_string(found.version) + " of the format, known is " +
-                   std::to_string(wanted.version));
+               "wire must have version " + std::to_string(wanted.version) + " of the format, got " +
+                   std::to_string(found.version));
   PYCOMM_CHECK(found.kind == wanted.kind && found.parameter == wanted.parameter,
                "wire was made by another codec than " + describe(codec) + ": kind " +
                    std::to_string(static_cast<int>(found.kind)) + ", parameter " +

@@ -51,7 +51,7 @@ PYCOMM_HD bool encode_block(const float* v, std::int64_t n, typename Codec::Payl
     for (std::int64_t i = 0; i < n; ++i) to[i] = Codec::encode(v[i], made);
   }
   if (largest < kInfinityBits) return true;
-  std::fill(to, to + n, typename Codec::Payload{});  // processors differ in what is left of a NaN
+  std::fill(to, to + n, typename Codec::Payload{});  // processors encode a NaN differently
   return false;
 }
 
@@ -79,7 +79,7 @@ struct View {
   PYCOMM_HD float operator[](std::int64_t i) const { return Codec::decode(payload[i], scale); }
 };
 
-// How far ahead of the block that is read.
+// How far ahead of the current block to prefetch.
 inline constexpr std::int64_t kPrefetchBytes = 8192;
 
 // magnitude() of the largest of n decoded elements, as a T.
@@ -160,7 +160,7 @@ PYCOMM_HD const float* sum_sources(const Pass& pass, std::int64_t start, std::in
   }
   const float divisor = pass.last ? pass.divisor : 1.0f;
   if (pass.n_from == 2 && !from[0].own && !from[1].own && is_power_of_two(divisor)) {
-    // Two ranks: one visit. By a power of two, the product is the quotient.
+    // Two ranks: one pass. Multiplying by the inverse of a power of two is an exact division.
     const View<Codec> a(from[0].encoded, start, block), b(from[1].encoded, start, block);
     const float inverse = 1.0f / divisor;
 #pragma omp simd
@@ -308,7 +308,7 @@ CodecLoops loops_for(const Codec& codec) {
       loops = loops_of<T, Elements, false>();
     }
   });
-  PYCOMM_CHECK(known, "not a codec of blocks: " + describe(codec));
+  PYCOMM_CHECK(known, "a codec that works on blocks is needed, got " + describe(codec));
   return loops;
 }
 

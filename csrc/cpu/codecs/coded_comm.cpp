@@ -139,7 +139,7 @@ void CodedComm<Base>::copy(Location to, Location from, std::int64_t n) {
   }
 }
 
-// What an algorithm instantiates besides is in the header.
+// All other functions that algorithms instantiate are in the header.
 #define PYCOMM_INSTANTIATE(Base)                                                       \
   template CodedComm<Base>::CodedComm(Base&, const Operation&, const Feedback&, float, \
                                       const CodedStaging&, const CodecLoops&);         \

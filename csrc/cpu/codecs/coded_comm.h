@@ -3,8 +3,8 @@
 // copy() from the tensor into a slot encodes, reduce() decodes, adds and encodes, copy() from a
 // slot into the tensor decodes. A sum that goes only to the output, as in reduce-scatter, is not
 // encoded. In two-shot every rank encodes every contribution once and what it owns once more; in
-// ring and tree every rank encodes every element once. What is lost goes into the residual of the
-// rank that loses it, so nothing is lost in total.
+// ring and tree every rank encodes every element once. What encoding loses goes into the residual
+// of the rank that encodes, so nothing is lost in total.
 //
 // A rank's staging is one encoded tile: the payload of all slots, then the scales of all slots.
 //
@@ -37,8 +37,8 @@ class CodedComm {
  public:
   static constexpr bool kCoded = true;
 
-  // `comm` has begun the operation, and the staging is large enough for it. `limit` is as above, and
-  // `loops` are those of the operation's codec.
+  // `comm` has begun the operation, and the staging is large enough for it. `limit` is
+  // largest_safe(), and `loops` belong to the operation's codec.
   CodedComm(Base& comm, const Operation& operation, const Feedback& feedback, float limit,
             const CodedStaging& staging, const CodecLoops& loops);
 

@@ -8,7 +8,7 @@
 namespace pycomm::cpu {
 namespace {
 
-// Elements between two looks at what has been found.
+// Elements between two checks of `largest`.
 constexpr std::int64_t kRun = 1024;
 
 template <class T>

@@ -13,7 +13,8 @@ using EncodeLoop = bool (*)(const Pass& pass, std::int64_t block);
 // not finite.
 using SumLoop = bool (*)(const Pass& pass, std::int64_t block);
 
-// output[i] = decoded (or += decoded, for fp32). Returns whether one of these is not finite.
+// output[i] = decoded (or += decoded, for fp32). Returns whether an element of the output is not
+// finite.
 using DecodeLoop = bool (*)(const Encoded& from, void* output, std::int64_t n, std::int64_t block);
 
 // magnitude() of the largest contribution.

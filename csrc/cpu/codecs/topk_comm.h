@@ -58,7 +58,7 @@ class TopkComm {
   // `operation` is the call's with its algorithm resolved; `limit` is largest_safe().
   TopkComm(Base& comm, TopkWorkspace& workspace, const Operation& operation, const Call& call,
            float limit);
-  // This rank's preflight; after announce(), that of all ranks.
+  // This rank's preflight; after announce(), the combined preflight of all ranks.
   Preflight preflight() const { return preflight_; }
   // Bytes of rank r's area.
   std::int64_t area_bytes(int r) const { return area_.bytes(r); }

@@ -122,7 +122,7 @@ std::uint32_t guess_floor(const Candidates& from, std::int64_t k,
   const auto value = from.dtype == DType::f32   ? candidate<float>
                      : from.dtype == DType::f16 ? candidate<Half>
                                                 : candidate<BFloat16>;
-  const std::int64_t stride = (from.n / sampled - 1) | 1;  // odd: not that of a matrix's rows
+  const std::int64_t stride = (from.n / sampled - 1) | 1;  // odd, unlike most row lengths
   magnitudes.clear();
   for (std::int64_t i = 0; i < sampled; ++i)
     magnitudes.push_back(magnitude(value(from, i * stride)));
@@ -162,7 +162,7 @@ std::uint32_t TopkSelection::prepare(const Candidates& from, std::int64_t k) {
   return largest;
 }
 
-// Raises floor_ as far as k candidates remain.
+// Raises floor_ as far as it can while k candidates remain.
 void TopkSelection::count(const Candidates& from) {
   collected_ = false;
   counts_.assign(static_cast<std::size_t>(digit_bins(0)), 0);

@@ -69,8 +69,8 @@ struct Candidates {
   float limit = kInfinity;  // x + residual is limited() to it
 };
 
-// Residual, which there must be, and velocity get all values, which are not limited(). The caller then
-// removes the entries that it sends.
+// Stores all values, which are not limited(), in residual and velocity. There must be a residual.
+// The caller then removes the entries that it sends.
 void store_values(const Candidates& from);
 
 class TopkSelection {
@@ -90,7 +90,7 @@ class TopkSelection {
   std::int64_t k_ = 0;
   bool collected_ = false;   // by prepare()
   std::uint32_t floor_ = 1;  // the smallest magnitude worth collecting
-  std::int64_t ties_ = -1;   // how many of exactly that magnitude; -1: all, and cut() decides
+  std::int64_t ties_ = -1;   // how many of magnitude floor_ to take; -1: all, and cut() decides
   std::int64_t collectable_ = 0;
   std::vector<std::int64_t> counts_;
   std::vector<std::uint32_t> magnitudes_;

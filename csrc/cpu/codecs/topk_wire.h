@@ -83,7 +83,7 @@ void TopkWriter::write(const std::vector<Entry>& entries, Sent sent) {
   const auto count = static_cast<std::int64_t>(entries.size());
   const TopkLayout layout{region_.chunks(), count, values_};
   PYCOMM_CHECK(most_list_bytes(region_.elements(), count, values_) <= room_,
-               "an encoded list must fit its place");
+               "an encoded list is longer than its place");
   auto* words = part_at<std::uint32_t>(to_, layout.indices());
   const Entry* next = entries.data();
   const Entry* const end = next + count;

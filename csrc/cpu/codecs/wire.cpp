@@ -132,7 +132,7 @@ bool decode(const Codec& codec, const std::byte* wire, std::int64_t bytes, std::
     std::memcpy(&header, wire, sizeof(header));
   }
   check_header(codec, header, bytes, n);
-  PYCOMM_CHECK(!add || dtype == DType::f32, "out must be float32 to be added to");
+  PYCOMM_CHECK(!add || dtype == DType::f32, "out must be float32 if add=True");
   if (codec.kind == CodecKind::topk) {
     const TopkRegion all{n, 1, 0};
     const TopkReader reader(all, codec.values, wire + sizeof(WireHeader),

@@ -1,4 +1,4 @@
-// A futex in shared memory, on which a rank sleeps that has been waiting for a while.
+// A futex in shared memory. A rank that has been waiting for a while sleeps on it.
 #pragma once
 
 #include <linux/futex.h>

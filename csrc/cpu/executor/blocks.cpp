@@ -77,7 +77,8 @@ std::int64_t BlockTable::largest() const { return *std::max_element(counts.begin
 std::string refusal_of_blocks(const Call& call, int ranks) {
   const Collective collective = call.operation.collective;
   if ((call.inputs && !takes_inputs(collective)) || (call.outputs && !takes_outputs(collective))) {
-    return std::string(name_of(collective)) + " has no block per rank there";
+    return std::string(name_of(collective)) + " takes no list of blocks as its " +
+           (call.inputs && !takes_inputs(collective) ? "input" : "output");
   }
   const std::int64_t *in = call.inputs.counts, *out = call.outputs.counts;
   if (in == nullptr && out == nullptr) return {};

@@ -63,13 +63,13 @@ class BlockCounts {
   std::vector<std::int64_t> all_;
 };
 
-// Throws an error that all ranks have found, once they all have: a rank that still waited for their
-// counts would only learn that the group has been aborted.
+// Throws an error that all ranks find, after all have found it. Otherwise a rank that still waits
+// for counts would only learn that the group has been aborted.
 [[noreturn]] void fail_together(Comm& comm, const Operation& operation,
                                 const CollectiveError& error);
 
-// Sets the count of an operation whose blocks differ in size to the largest one, as far as all ranks
-// know it.
+// If blocks differ in size, sets the operation's count to the largest size, or to 0 if ranks do not
+// know all sizes.
 void set_count(Operation& operation, const Call& call, int ranks);
 
 // Why a call's blocks cannot be used; empty if they can, or if there are none.

@@ -15,8 +15,9 @@ std::atomic_ref<std::uint32_t> epoch_of(Announcement& announcement) {
   return std::atomic_ref<std::uint32_t>(announcement.epoch);
 }
 
-// True if an operation uses more of a staging slot than its beginning, as far as its tensor reaches:
-// blocks for several ranks lie apart (core/algorithms/two_shot.h), and codecs have layouts of their own.
+// True if an operation may use a staging slot beyond the first bytes, as many as its tensor has:
+// blocks for several ranks lie apart (core/algorithms/two_shot.h), and codecs have layouts of their
+// own.
 bool fills_slots(const Operation& operation) {
   const Collective collective = operation.collective;
   return operation.codec.kind != CodecKind::none || collective == Collective::reduce_scatter ||

@@ -59,8 +59,8 @@ class Comm : public NodeRanks {
   void begin_phase(const Operation& operation, const void* input, void* output,
                    Preflight preflight = {});
 
-  // In this phase, the tensors' blocks lie there; null: they follow each other in the tensor. Call it
-  // after begin() or begin_phase(). Such an operation is not done in place.
+  // Sets where the tensors' blocks lie in this phase; null if they follow each other in the tensor.
+  // Call it after begin() or begin_phase(). An operation with such blocks is not done in place.
   void use_blocks(const BlockTable* inputs, const BlockTable* outputs) {
     inputs_ = inputs;
     outputs_ = outputs;
@@ -77,9 +77,9 @@ class Comm : public NodeRanks {
   Clock::duration patience() const { return timeout_; }
   // The last operation known to have succeeded on every rank.
   std::uint32_t completed() const;
-  // Says that the ranks are those of one node among several, of which the first `stripes` carry
-  // stripes. Another node may then be one operation behind. `other_nodes` tells what this rank
-  // knows of them, from any thread.
+  // Says that the group spans nodes, and that this node's first `stripes` ranks carry stripes.
+  // Another node may then be one operation behind. `other_nodes` returns what this rank knows of
+  // the other nodes; any thread may call it.
   void span(int stripes, std::function<std::vector<NodeState>()> other_nodes) {
     stripes_ = stripes;
     other_nodes_ = std::move(other_nodes);
@@ -264,7 +264,7 @@ class Comm : public NodeRanks {
                      const std::function<void()>& detach) const;
 
  private:
-  // In the announcement that operations of this parity use.
+  // The value in the announcement that operations of this parity use.
   std::uint32_t announced(int r, std::uint32_t parity) const;
   Announcement& announcement(int r) const {
     return window_->control(r).announcements[sequence_ & 1u];
@@ -294,8 +294,9 @@ class Comm : public NodeRanks {
   void check_agreement();
   void find_tensors();
   void enter_peers_heaps();
-  // Aborts if another group has failed and taken pages from other processes, perhaps also this
-  // operation's: then this rank may have missed their data, and they may miss this rank's.
+  // Aborts if another group has failed and taken pages from other processes. If this operation's
+  // tensors lie in these pages, this rank may have missed the others' data, and they may miss this
+  // rank's.
   void check_attached() {
     if (exposed_ && zero_copy_ && window_->detachments(rank_) != detachments_) {
       abort(Reason::aborted, rank_);

@@ -30,7 +30,9 @@ Crossing::Crossing(Route route, std::vector<Place> places, int rank, std::int64_
       part_(bytes / ranks()),
       tile_part_(tile / ranks()),
       stream_(output_bytes(route, bytes, part_) >= kStreamedOutput) {
-  PYCOMM_CHECK(rank >= 0 && rank < ranks(), "rank must be one of the places");
+  PYCOMM_CHECK(
+      rank >= 0 && rank < ranks(),
+      "rank must be from 0 to " + std::to_string(ranks() - 1) + ", got " + std::to_string(rank));
   PYCOMM_CHECK(bytes_ > 0 && tile_ > 0 && bytes_ % ranks() == 0 && tile_ % ranks() == 0,
                "bytes and tile must be positive multiples of the number of ranks");
   PYCOMM_CHECK(route != Route::one_shot || tile_ == bytes_, "one_shot must have a single tile");
@@ -188,7 +190,7 @@ void Crossing::await(int rank, Step step, std::uint32_t count) const {
   const Clock::time_point end = Clock::now() + timeout_;
   while (!has_come(flag(rank, step), count)) {
     sched_yield();
-    if (Clock::now() > end) throw std::runtime_error("another rank has not come in time");
+    if (Clock::now() > end) throw std::runtime_error("another rank did not take part in time");
   }
 }
 

@@ -81,7 +81,8 @@ class Crossing {
 
   int ranks() const { return static_cast<int>(places_.size()); }
   std::byte* slot(int rank) const { return places_[static_cast<std::size_t>(rank)].slot; }
-  // Part p of a tile in a rank's slot. Tiles take turns, because others may still read.
+  // Part p of a tile in a rank's slot. Tiles take turns, because others may still read earlier
+  // tiles.
   std::byte* place(int rank, std::uint32_t turn, int part) const;
 
   void cross_whole(const std::byte* input, std::byte* output);
@@ -96,7 +97,7 @@ class Crossing {
   // The step of cross_windows().
   void cross_window_tile(const std::byte* input, std::byte* output, std::int64_t at);
 
-  // Reads from(r) of all other ranks r, and keeps that of the rank before this one.
+  // Reads from(r) of all other ranks r, and keeps the data of the rank before this one.
   template <class From>
   void read_others(Target to, From from, std::int64_t bytes);
   std::int64_t length(std::int64_t at) const { return std::min(tile_part_, part_ - at); }

@@ -1,4 +1,4 @@
-// Threads, and what to say if there are none left.
+// Starts threads, and explains why none can be started.
 #pragma once
 
 #include <string>

@@ -85,8 +85,8 @@ void Comm::look_for_the_gone() {
   if (replaced(looked_at_)) check(looked_at_);
 }
 
-// I wait for `r`, which may in turn wait for another rank. The rank to blame waits for nobody, or
-// for something that has already come. If all wait in a circle, it is `r` itself.
+// This rank waits for `r`, which may in turn wait for another rank. The rank to blame waits for
+// nobody, or for something that has already come. If all wait in a circle, it is `r` itself.
 int Comm::culprit(int r) const {
   const int first = r;
   for (int hops = 0; hops < size_; ++hops) {

@@ -21,7 +21,7 @@ inline constexpr auto kLongestSleep = std::chrono::milliseconds(10);
 inline constexpr auto kLookEvery = std::chrono::milliseconds(1);
 inline constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
 
-// A waiting rank that has not looked for messages for so long is stopped, or its core is.
+// If a waiting rank has not looked for messages for this time, its process or its core is stopped.
 inline constexpr auto kStoppedAfter = std::chrono::milliseconds(200);
 
 // What a rank shows while it waits for a message: 1 + the sender, and the time of the last look.

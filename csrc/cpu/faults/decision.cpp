@@ -10,7 +10,8 @@ Call Decision::call() {
   return call;
 }
 
-// One rank with a finding suffices, as always (core/operation.h); here it is that it is not ready.
+// As always, a finding of one rank suffices (core/operation.h); here the finding is that the rank
+// is not ready.
 Preflight Decision::preflight() const {
   Preflight mine;
   mine.nonfinite = static_cast<std::uint8_t>(!ready_);
@@ -24,7 +25,7 @@ void Decision::run(Comm& comm) {
   ++made_;
 }
 
-// A rank that has failed gives up, unless another one has already gone on.
+// A rank that has failed gives up, unless another rank has already committed.
 void Decision::note_failure(const Comm& comm) {
   if (outcome_ == Outcome::none) outcome_ = comm.settle(made_ + 1, Outcome::failed);
 }

@@ -64,7 +64,7 @@ int Comm::unresponsive() const {
   return late || reason_of(word) == Reason::returned ? rank_of(word) : -1;
 }
 
-// True if a rank of this node lives that can hear the other nodes' reasons.
+// True if a live rank of this node can hear the other nodes' reasons.
 bool Comm::has_carrier() const {
   for (int r = 0; r < stripes_; ++r) {
     if (!ended(r)) return true;
@@ -108,7 +108,7 @@ std::string Comm::disagreement(std::uint64_t word) const {
   const int receiver = index_of(waiter_of(word));
   if (receiver < 0) {
     return "rank " + std::to_string(rank_of(word)) + " sent another size or dtype than rank " +
-           std::to_string(waiter_of(word)) + " receives";
+           std::to_string(waiter_of(word)) + " expects";
   }
   return p2p::describe(window_->control(receiver).disagreement, rank_of(word), waiter_of(word));
 }

@@ -1,8 +1,8 @@
 // The processes of a group's ranks, and whether they still run.
 //
-// A pidfd becomes readable when its process ends for any reason. A reused pid, a zombie, or a child
-// that inherited a socket cannot confuse it, nor an open file of /proc/PID, which serves instead where
-// seccomp refuses pidfds (Docker before 20.10). Ranks that are threads have neither.
+// A pidfd becomes readable when its process ends for any reason. Where seccomp refuses pidfds
+// (Docker before 20.10), an open file of /proc/PID serves instead. Neither is confused by a reused
+// pid, a zombie, or a child that inherited a socket. Ranks that are threads have neither.
 #pragma once
 
 #include <poll.h>
@@ -27,7 +27,7 @@ class Process {
   Process(const Process&) = delete;
   Process& operator=(const Process&) = delete;
 
-  // -1 if it is watched by its other file.
+  // -1 if the process is watched by its file statm.
   int pidfd() const { return file_ == File::pidfd ? fd_ : -1; }
   bool ended() const;
 
@@ -39,8 +39,8 @@ class Process {
 class Liveness {
  public:
   // `pids` and `processes` are indexed by rank. A rank is not watched if its process is nullptr. If
-  // the ranks are those of one node among several, `numbers` are their ranks in the whole group,
-  // and `pids` is indexed by these.
+  // the group spans nodes, `numbers` are their ranks in the whole group, and `pids` is indexed by
+  // these.
   Liveness(std::vector<int> pids, std::vector<std::shared_ptr<Process>> processes,
            std::vector<int> numbers = {})
       : pids_(std::move(pids)), processes_(std::move(processes)), numbers_(std::move(numbers)) {

@@ -60,7 +60,7 @@ class Shrink {
         propose();
         continue;
       }
-      if (waited.time() > 2 * patience_) throw no_room();  // others have, and do not answer
+      if (waited.time() > 2 * patience_) throw no_room();  // others have room, but do not answer
       if (stopped_.load()) throw GroupUnusable("group was aborted or closed while it shrank");
       if (interrupt_ != nullptr && now > interrupt_at) {
         interrupt_();
@@ -71,7 +71,7 @@ class Shrink {
     }
   }
 
-  // True if no rank is to come any more.
+  // True if every rank has come, or will not come.
   bool all_are_here() const {
     const int unresponsive = comm_.unresponsive();
     for (int r = 0; r < comm_.size(); ++r) {
@@ -81,7 +81,7 @@ class Shrink {
     return true;
   }
 
-  // The lowest rank that lives and has room is to propose, and a rank that has lost patience.
+  // True if this rank is the lowest live rank with room, or if it has room and has lost patience.
   bool is_to_propose(bool late) const {
     for (int r = 0; r < comm_.size(); ++r) {
       if (excludes(r)) continue;
@@ -125,7 +125,8 @@ class Shrink {
     }
   }
 
-  // The dead never leave the window, whose memory is freed when all ranks have.
+  // Dead ranks cannot leave the window themselves, and its memory is freed when all ranks have left
+  // it.
   void count_the_dead(const std::vector<int>& members) {
     std::uint32_t dead = 0;
     for (int r = 0; r < comm_.size(); ++r) {
@@ -140,7 +141,7 @@ class Shrink {
     std::vector<int> members;
     int size() const { return static_cast<int>(members.size()); }
     int member(int r) const { return members[static_cast<std::size_t>(r)]; }
-    // The new number of a rank; -1 if it is no member.
+    // The new number of a rank; -1 if it is not a member.
     int index_of(int former) const {
       const auto found = std::find(members.begin(), members.end(), former);
       return found == members.end() ? -1 : static_cast<int>(found - members.begin());

@@ -22,7 +22,7 @@ void Group::leave() {
     if (departed_) return;
     comm_.leave();
   }
-  // Without the lock, because a transport may run Python, and with it a handler that aborts.
+  // Without the lock, because a transport may run Python, and so a signal's handler that aborts.
   if (internode_ == nullptr) return;
   // Ranks of other nodes may wait for messages of this one, although it has never sent any.
   if (p2p_ != nullptr) p2p_->leave();  // null if span() has failed
@@ -47,7 +47,7 @@ std::uint64_t Group::ended_by() {
 }
 
 void Group::end_waits_of(std::span<const std::shared_ptr<Group>> others) {
-  if (!idle() || closed_) return;  // its own work may follow; all ranks see one that has left
+  if (!idle() || closed_) return;  // if not idle, work may follow; if closed, others know
   std::vector<Group*> beyond;
   for (const auto& other : others) {
     if (other->p2p_awaits(rank_)) other->abort(pycomm::abort_word(Reason::returned, rank_));

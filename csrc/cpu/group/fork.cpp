@@ -100,10 +100,12 @@ bool make_copy() {
   return true;
 }
 
-// What runs in a child takes no locks but the one that its parent took for it, and no memory.
+// Code that runs in a child allocates no memory, and takes no lock except the one that its parent
+// took for it.
 
 void put_null_in_place_of(const Socket& socket, int null) {
-  // So that the number is no other file as long as a library thinks that it is its socket.
+  // Keeps the number in use, so that it cannot become another file while a library takes it for its
+  // socket.
   if (null < 0 || dup3(null, socket.fd, O_CLOEXEC) < 0) close(socket.fd);
 }
 
@@ -126,7 +128,8 @@ void make_private(std::byte* data, const Pages& pages, bool from_copy) {
     return;
   }
   if (mprotect(data, size(pages.bytes), PROT_READ) == 0) return;  // a write faults
-  constexpr std::string_view kWhy = "pycomm: a forked child has no tensors of its own\n";
+  constexpr std::string_view kWhy =
+      "pycomm: cannot give a forked child its own copies of tensors: the child aborts\n";
   (void)!write(STDERR_FILENO, kWhy.data(), kWhy.size());
   std::abort();  // it would write to its parent's tensors
 }

@@ -13,17 +13,17 @@ namespace pycomm::cpu {
 // at the time of its creation.
 unsigned current_forks();
 
-// Closes these sockets in children that are forked from now on. With them, a child that outlives
-// this process would seem to be it: the other side notices the end of a connection only when its
-// last descriptor is closed. A descriptor that is another file by then is left alone.
+// Closes these sockets in children that are forked from now on. Otherwise others would take a child
+// that outlives this process for the process itself: the other side notices the end of a connection
+// only when its last descriptor is closed. A descriptor that is another file by then is left alone.
 void close_in_children(std::span<const int> sockets);
 
 // A fork does not copy shared memory. So a child replaces the tensors that this process has in
 // windows by private ones, and its writes stay its own.
 //
-// After copy_at_fork(), the child has the values at the fork, as of ordinary memory. Otherwise it
-// has what their pages hold when it first writes to them: it sees later writes of its parent and of
-// other ranks.
+// After copy_at_fork(), the child has the tensors' values at the time of the fork, as it has for
+// ordinary memory. Otherwise a page gets the content that it has when the child first writes to it;
+// until then, the child sees the writes of its parent and of other ranks.
 
 // Adds pages of a file that are mapped at `data`.
 void make_private_in_children(std::byte* data, std::int64_t bytes, int fd, std::int64_t position);

@@ -53,8 +53,8 @@ class Group {
   bool supports(const Call& call) const { return refusal(call).empty(); }
   // Only checks that all ranks call this operation, whose data moves elsewhere.
   void agree(const Operation& operation, void (*interrupt)() = nullptr);
-  // Decides whether all ranks are ready for a step, for each rank alike. Throws if a rank has failed
-  // before it was decided; then it throws on all ranks.
+  // Decides whether all ranks are ready for a step; the answer is the same on each rank. Throws on
+  // all ranks if a rank has failed before the decision.
   bool should_commit(bool ready, void (*interrupt)() = nullptr);
   // Runs the calls one after another on the worker. The buffers must live until the work has
   // completed; then the worker calls `completion`.
@@ -97,8 +97,8 @@ class Group {
   // errors; empty for nothing.
   void set_subject(const std::string& text);
   std::string subject();
-  // Records that this rank launches an operation on its device, on this thread and not on two at a time;
-  // `captured`: in a graph. Returns its number among the launches, from 1.
+  // Records that this rank launches an operation on its device; `captured`: in a graph. Returns its
+  // number among the launches, from 1. One thread at a time may call this.
   std::uint32_t record_launch(const Operation& operation, bool captured);
   // Shows the others how far the device is.
   void show_progress(const DeviceProgress& progress);
@@ -111,7 +111,7 @@ class Group {
   void trim(void (*interrupt)());
   // Stops all ranks of the group: they raise Aborted, which names this rank.
   void abort();
-  // abort(word) and abort_word() let an executor elsewhere report a reason to stop and learn of
+  // With abort(word) and abort_word(), another executor reports a reason to stop, and learns of
   // one.
   void abort(std::uint64_t word);
   // Reports a failure that was found elsewhere: the group refuses work from now on.
@@ -131,8 +131,9 @@ class Group {
   // never begun cannot succeed. It ends as soon as no rank is in an earlier operation, which may
   // still succeed.
   void end_waits_of(std::span<const std::shared_ptr<Group>> others);
-  // After a failure: the survivors, all of whom call this, agree on a smaller group (cpu/faults/shrink.h).
-  // Aborts the group if it has not failed. No rank is waited for longer than `patience`.
+  // After a failure: the survivors, all of whom call this, agree on a smaller group
+  // (cpu/faults/shrink.h). Aborts the group if it has not failed. Waits for no rank longer than
+  // `patience`.
   Survivors shrink(Clock::duration patience, void (*interrupt)() = nullptr,
                    const std::vector<int>& excluded = {});
   // Waits for submitted work, then takes part in no further operation. Idempotent. `interrupt` is
@@ -141,16 +142,16 @@ class Group {
 
   // As in Comm, until close(); afterwards -1.
   int unresponsive();
-  // The abort word that ranks of other nodes shall hear; 0 if the group works or is closed.
+  // The abort word for the ranks of other nodes; 0 if the group works or is closed.
   std::uint64_t ended_by();
-  // Has the next operation raise the group's failure, although it has been raised.
+  // Makes the next operation raise the group's failure again.
   void raise_again() { *told_ = false; }
 
   // What this node's ranks do, or only this one, and their last operations. From any thread, until
   // close().
   GroupState state(std::size_t most, bool only_own = false);
-  // What this rank's operations have taken, and for each rank of this node the time between waits for
-  // operations, and in them. Times are ticks. From any thread, until close().
+  // The times of this rank's operations and, for each rank of this node, the time in waits for
+  // operations and the time between these waits. Times are ticks. From any thread, until close().
   struct Statistics {
     double seconds_per_tick;
     struct RankTimes {
@@ -163,13 +164,13 @@ class Group {
   };
   Statistics statistics();
 
-  // In the whole group; those of Comm count only this node.
+  // In the whole group; Comm has the rank and size on this node.
   int rank() const { return rank_; }
   int size() const { return size_; }
   const Comm& comm() const { return comm_; }
-  // What an all-reduce or another collective would cost this rank, between ranks of a node and between
-  // nodes: what traffic() and link_traffic() would say of it. `zero_copy`: all ranks' tensors lie in their
-  // windows. Spanning nodes, the first counts nothing.
+  // cost(): what an operation would cost this rank between the ranks of its node; nothing is
+  // counted in a group that spans nodes. link_cost(): between nodes, as link_traffic() tells
+  // afterwards. `zero_copy`: all ranks' tensors lie in their windows.
   Traffic cost(const Operation& operation, bool zero_copy) const;
   LinkTraffic link_cost(const Operation& operation) const;
   LinkTraffic link_traffic() const {

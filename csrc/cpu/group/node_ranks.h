@@ -33,7 +33,7 @@ class NodeRanks {
 
   // True if rank r has left or its process has ended. Costs a system call.
   bool gone(int r) const { return left(r) || ended(r); }
-  // The two parts of it, and whether the process has executed another program.
+  // The two parts of gone(), and whether the process has executed another program.
   bool left(int r) const { return window_->control(r).left.load(std::memory_order_acquire) != 0; }
   bool ended(int r) const { return peers_->ended(r) || replaced(r); }
   bool replaced(int r) const;

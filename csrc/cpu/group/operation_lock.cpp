@@ -23,7 +23,7 @@ void OperationLock::check_not_held() const {
   if (!mine()) return;
   throw GroupUnusable(
       "group is in the middle of an operation on this thread: a signal's handler may only abort() "
-      "it");
+      "the group");
 }
 
 }  // namespace pycomm::cpu

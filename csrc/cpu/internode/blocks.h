@@ -1,10 +1,11 @@
 // Gather, scatter and all-to-all in a group that spans nodes. Each rank sends its blocks to the ranks
 // that they are for, as messages (cpu/p2p/engine.h) on a channel of their own.
 //
-// A block crosses its node's network link once, if it leaves the node, and is read and written in the
-// caller's tensors. Each rank begins with the ranks behind it, so that not all send to the same rank
-// at first. Messages are on their way while the ranks find out whether all call the same operation:
-// if they do not, the messages match no receive, or what they have written is part of an error.
+// A block crosses its node's network link once, if it leaves the node, and is read and written in
+// the caller's tensors. Each rank begins with the ranks behind it, so that not all send to the same
+// rank at first. Messages are on their way while the ranks find out whether all call the same
+// operation. If they do not, messages match no receive, or write to the output of an operation that
+// then fails.
 #pragma once
 
 #include <vector>

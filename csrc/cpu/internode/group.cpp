@@ -156,11 +156,11 @@ void InternodeGroup::reduce_scatter(const Operation& operation, const Call& call
   const std::byte* const input = in_node_order(call.input, block * element);
   std::byte* const sums = scratch_.sums.bytes(nodes_.world() * block * element);
   for (int m = 0; m < nodes_.count(); ++m) {
-    const std::int64_t begin = segment(m, block) * element;
+    const std::int64_t begin = begin_of_blocks(m, block) * element;
     reduce_to_stripes(operation, nodes_.size(m) * block, input + begin, sums + begin);
   }
   exchange_plain(operation, sums, true, false);
-  std::byte* const here = sums + segment(nodes_.here, block) * element;
+  std::byte* const here = sums + begin_of_blocks(nodes_.here, block) * element;
   gather_stripes(operation, nodes_.size(nodes_.here) * block, here);
   move_bytes(call.output, here + comm_.rank() * block * element, block * element);
 }
@@ -170,7 +170,7 @@ void InternodeGroup::all_gather(const Operation& operation, const Call& call) {
   const bool in_order = nodes_.in_order();
   std::byte* const all = in_order ? static_cast<std::byte*>(call.output)
                                   : scratch_.blocks.bytes(nodes_.world() * block * element);
-  std::byte* const here = all + segment(nodes_.here, block) * element;
+  std::byte* const here = all + begin_of_blocks(nodes_.here, block) * element;
   if (comm_.size() == 1) {
     move_bytes(here, call.input, block * element);
   } else {
@@ -180,7 +180,7 @@ void InternodeGroup::all_gather(const Operation& operation, const Call& call) {
   exchange_plain(operation, all, false, true);
   for (int m = 0; m < nodes_.count(); ++m) {
     if (m == nodes_.here) continue;
-    gather_stripes(operation, nodes_.size(m) * block, all + segment(m, block) * element);
+    gather_stripes(operation, nodes_.size(m) * block, all + begin_of_blocks(m, block) * element);
   }
   if (!in_order) {
     in_node_order(all, block * element, false, static_cast<std::byte*>(call.output));
@@ -300,7 +300,7 @@ Preflight InternodeGroup::exchange_coded(const Operation& operation, const Call&
           : tile_ranges_of(operation, {nodes_.count() * kOwnedElements, 1}, nodes_.count());
   const CyclicOwners owners(*link_, operation, tile_ranges);
   CodedComm<Link> coded(*link_, operation, call.feedback, limit,
-                        region_staging(operation.codec, owners.elements()),
+                        area_staging(operation.codec, owners.elements()),
                         codec_loops(operation.dtype, operation.codec));
   coded.announce();
   return exchange_parts(
@@ -311,14 +311,15 @@ Preflight InternodeGroup::exchange_coded(const Operation& operation, const Call&
 bool InternodeGroup::compressed_reduce_scatter(const Operation& operation, const Call& call) {
   if (nodes_.single()) {
     const float largest = largest_result(operation);
-    return tell_nodes(call, exchange_segments(operation, call, largest)).nonfinite != 0;
+    return tell_nodes(call, exchange_blocks(operation, call, largest)).nonfinite != 0;
   }
   const std::int64_t block = operation.count, bytes = block * size_of(operation.dtype);
   const int ranks = nodes_.size(nodes_.here);
-  float* const sums = sum_segments(operation, call.input);
-  std::byte* const here = operation.dtype == DType::f32
-                              ? reinterpret_cast<std::byte*>(sums + segment(nodes_.here, block))
-                              : scratch_.blocks.bytes(ranks * bytes);
+  float* const sums = sum_blocks(operation, call.input);
+  std::byte* const here =
+      operation.dtype == DType::f32
+          ? reinterpret_cast<std::byte*>(sums + begin_of_blocks(nodes_.here, block))
+          : scratch_.blocks.bytes(ranks * bytes);
   Preflight found = kNeutralPreflight;
   if (owns_stripe()) {
     found = exchange_sums(operation, call, sums, here);
@@ -330,8 +331,9 @@ bool InternodeGroup::compressed_reduce_scatter(const Operation& operation, const
   return found.nonfinite != 0;
 }
 
-// This node's fp32 sums of all blocks, in node order. A rank has those of its stripe of each segment.
-float* InternodeGroup::sum_segments(const Operation& operation, const void* input) {
+// This node's fp32 sums of all blocks, in node order. A rank has the sums of its stripe of each
+// node's blocks.
+float* InternodeGroup::sum_blocks(const Operation& operation, const void* input) {
   const std::int64_t block = operation.count, n = nodes_.world() * block;
   const float* const wide =
       widened(operation.dtype, in_node_order(input, block * size_of(operation.dtype)), n,
@@ -340,17 +342,17 @@ float* InternodeGroup::sum_segments(const Operation& operation, const void* inpu
   Operation sum = operation;
   sum.dtype = DType::f32;
   for (int m = 0; m < nodes_.count(); ++m) {
-    const std::int64_t begin = segment(m, block);
+    const std::int64_t begin = begin_of_blocks(m, block);
     reduce_to_stripes(sum, nodes_.size(m) * block, wide + begin, sums + begin);
   }
   return sums;
 }
 
-// The part between nodes. Writes this rank's stripe of the result to `here`, this node's segment in
-// the tensor's type.
+// The part between nodes. Writes this rank's stripe of the result to `here`, the place of this
+// node's blocks in the tensor's type.
 Preflight InternodeGroup::exchange_sums(const Operation& operation, const Call& call, float* sums,
                                         std::byte* here) {
-  const std::int64_t block = operation.count, first = segment(nodes_.here, block);
+  const std::int64_t block = operation.count, first = begin_of_blocks(nodes_.here, block);
   const Range mine =
       stripe_of(operation, nodes_, comm_.rank(), first, nodes_.size(nodes_.here) * block);
   Operation carried = operation;
@@ -366,7 +368,7 @@ Preflight InternodeGroup::exchange_sums(const Operation& operation, const Call& 
     in_node_order(residual, residual_bytes, true, reinterpret_cast<std::byte*>(ordered));
     carried_call.feedback.residual = ordered;
   }
-  Preflight found = exchange_segments(carried, carried_call, largest_result(operation));
+  Preflight found = exchange_blocks(carried, carried_call, largest_result(operation));
   const bool keeps = residual != nullptr && found.overflow == 0 && found.unused == 0;
   float* const kept = carried_call.feedback.residual;
   if (operation.dtype != DType::f32) {
@@ -383,16 +385,17 @@ Preflight InternodeGroup::exchange_sums(const Operation& operation, const Call& 
   return tell_nodes(call, found);
 }
 
-// Sends every node what this rank has of its segment. The output receives this node's.
-Preflight InternodeGroup::exchange_segments(const Operation& operation, const Call& call,
-                                            float largest_result) {
+// Sends every node this rank's stripe of that node's blocks. The output receives this rank's stripe
+// of this node's blocks.
+Preflight InternodeGroup::exchange_blocks(const Operation& operation, const Call& call,
+                                          float largest_result) {
   const std::vector<Range> owned = owned_by_nodes(operation, nodes_, comm_.rank());
   const float limit = largest_safe(operation, nodes_.count(), largest_result);
   const Preflight preflight = agree(preflight_of(operation, call, limit, owned));
   link_->begin_tensor(operation, call.input, call.output, preflight);
   const RangeOwners owners(owned, operation.codec);
   CodedComm<Link> coded(*link_, operation, call.feedback, limit,
-                        region_staging(operation.codec, owners.elements()),
+                        area_staging(operation.codec, owners.elements()),
                         codec_loops(operation.dtype, operation.codec));
   coded.announce();
   return exchange_parts(

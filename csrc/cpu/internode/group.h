@@ -15,9 +15,10 @@
 // the codec is applied to the tensors themselves, and the bits are those of a single node with as
 // many ranks.
 //
-// Reduce is an all-reduce whose last two phases only the root's node takes part in. Gather, scatter and
-// all-to-all move blocks from rank to rank (cpu/internode/blocks.h). Lists of tensors and blocks of
-// different sizes are copied to and from tensors with equal blocks, as large as the largest one.
+// Reduce is an all-reduce whose results, in phases 2 and 3, only the root's node gets. Gather,
+// scatter and all-to-all move blocks from rank to rank (cpu/internode/blocks.h). Lists of tensors
+// and blocks of different sizes are copied to and from tensors with equal blocks, as large as the
+// largest one.
 //
 // A compressed reduce-scatter has the phases of an uncompressed one. The node's sums stay in fp32, and
 // a stripe begins at a block of the codec. Between nodes, all parts are encoded, the node's own, too;
@@ -101,7 +102,9 @@ class InternodeGroup {
                            Preflight mine = {});
   void exchange_plain(const Operation& operation, std::byte* data, bool reduces, bool gathers,
                       int to = kAllNodes);
-  std::int64_t segment(int node, std::int64_t block) const { return nodes_.before(node) * block; }
+  std::int64_t begin_of_blocks(int node, std::int64_t block) const {
+    return nodes_.before(node) * block;
+  }
   const std::byte* in_node_order(const void* blocks, std::int64_t bytes);
   const std::byte* in_node_order(const void* blocks, std::int64_t bytes, bool from_rank_order,
                                  std::byte* to) const;
@@ -116,10 +119,10 @@ class InternodeGroup {
   Preflight agree(Preflight mine);
 
   bool compressed_reduce_scatter(const Operation& operation, const Call& call);
-  float* sum_segments(const Operation& operation, const void* input);
+  float* sum_blocks(const Operation& operation, const void* input);
   Preflight exchange_sums(const Operation& operation, const Call& call, float* sums,
                           std::byte* here);
-  Preflight exchange_segments(const Operation& operation, const Call& call, float largest_result);
+  Preflight exchange_blocks(const Operation& operation, const Call& call, float largest_result);
   Preflight tell_nodes(const Call& call, Preflight found);
 
   Comm& comm_;

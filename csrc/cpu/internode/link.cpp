@@ -279,7 +279,7 @@ void Link::tell(std::uint64_t word) {
   transport_->stop(std::as_bytes(std::span(&farewell, 1)));
 }
 
-// Reads the window with the lock, so that no other thread that leaves gives it away meanwhile.
+// Reads the window with the lock, so that no other thread leaves it and frees it meanwhile.
 void Link::leave() {
   std::uint64_t word = 0;
   {

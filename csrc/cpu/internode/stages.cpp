@@ -88,7 +88,7 @@ RangeOwners::RangeOwners(std::vector<Range> owned, const Codec& codec)
   ranges_.tile = elements / block_of(codec) * block_of(codec);
 }
 
-CodedStaging region_staging(const Codec& codec, std::int64_t elements) {
+CodedStaging area_staging(const Codec& codec, std::int64_t elements) {
   CodedStaging staging = CodedStaging::in(0, codec);
   staging.slot = elements / kStagingSlots;
   return staging;
@@ -99,26 +99,25 @@ BlockStages<Owners>::BlockStages(Link& link, CodedComm<Link>& coded, const Codec
                                  const Owners& owners, Scratch& scratch)
     : link_(link),
       coded_(coded),
-      staging_(region_staging(codec, owners.elements())),
+      staging_(area_staging(codec, owners.elements())),
       scaled_(is_scaled(codec)),
-      region_bytes_(owners.elements() * staging_.payload +
-                    (owners.elements() >> staging_.shift) * 4),
+      area_bytes_(owners.elements() * staging_.payload + (owners.elements() >> staging_.shift) * 4),
       owners_(owners),
-      regions_(scratch.bytes(kTilesUnderWay * kUses * link.size() * region_bytes_)) {}
+      areas_(scratch.bytes(kTilesUnderWay * kUses * link.size() * area_bytes_)) {}
 
 template <class Owners>
-Location BlockStages<Owners>::region(std::int64_t t, Use use, int node) const {
+Location BlockStages<Owners>::area(std::int64_t t, Use use, int node) const {
   const std::int64_t index =
       (t % kTilesUnderWay * kUses + static_cast<int>(use)) * link_.size() + node;
   const int writer = use == Use::contribution ? link_.rank() : node;
-  return {regions_ + index * region_bytes_, writer, 0};
+  return {areas_ + index * area_bytes_, writer, 0};
 }
 
 template <class Owners>
 void BlockStages<Owners>::add_transfers(std::vector<Transfer>& transfers, int node,
-                                        const Location& region, std::int64_t elements) const {
+                                        const Location& area, std::int64_t elements) const {
   if (elements == 0) return;
-  const Encoded encoded = staging_[region];
+  const Encoded encoded = staging_[area];
   const std::int64_t payload = elements * staging_.payload;
   const std::int64_t scales = scaled_ ? ceil_div(elements, staging_.block) * 4 : 0;
   if (encoded.payload + payload == reinterpret_cast<std::byte*>(encoded.scales)) {
@@ -136,7 +135,7 @@ void BlockStages<Owners>::add_transfers(std::vector<Transfer>& transfers, int no
 template <class Owners>
 void BlockStages<Owners>::stage(std::int64_t t) {
   for (int m = 0; m < link_.size(); ++m) {
-    const Location to = region(t, Use::contribution, m);
+    const Location to = area(t, Use::contribution, m);
     owners_.each_run(t, m, [&](const Chunk& run, std::int64_t begin) {
       coded_.copy(coded_.at(to, begin), coded_.at(coded_.input(), run.input), run.count);
     });
@@ -149,8 +148,8 @@ Batch BlockStages<Owners>::staged(std::int64_t t) const {
   const std::int64_t mine = elements(t, link_.rank());
   for (int m = 0; m < link_.size(); ++m) {
     if (m == link_.rank()) continue;
-    add_transfers(batch.sends, m, region(t, Use::contribution, m), elements(t, m));
-    add_transfers(batch.receives, m, region(t, Use::incoming, m), mine);
+    add_transfers(batch.sends, m, area(t, Use::contribution, m), elements(t, m));
+    add_transfers(batch.receives, m, area(t, Use::incoming, m), mine);
   }
   return batch;
 }
@@ -159,10 +158,10 @@ Batch BlockStages<Owners>::staged(std::int64_t t) const {
 template <class Owners>
 void BlockStages<Owners>::reduce(std::int64_t t) {
   const int me = link_.rank();
-  const Location own = region(t, Use::contribution, me);
+  const Location own = area(t, Use::contribution, me);
   owners_.each_run(t, me, [&](const Chunk& run, std::int64_t begin) {
     const auto from = [&](int m) {
-      return coded_.at(m == me ? own : region(t, Use::incoming, m), begin);
+      return coded_.at(m == me ? own : area(t, Use::incoming, m), begin);
     };
     const auto to = [&](int i) {
       return gathers() && i == 0 ? coded_.at(own, begin) : coded_.at(coded_.output(), run.output);
@@ -177,8 +176,8 @@ Batch BlockStages<Owners>::reduced(std::int64_t t) const {
   const int me = link_.rank();
   for (int m = 0; m < link_.size(); ++m) {
     if (m == me) continue;
-    add_transfers(batch.sends, m, region(t, Use::contribution, me), elements(t, me));
-    add_transfers(batch.receives, m, region(t, Use::result, m), elements(t, m));
+    add_transfers(batch.sends, m, area(t, Use::contribution, me), elements(t, me));
+    add_transfers(batch.receives, m, area(t, Use::result, m), elements(t, m));
   }
   return batch;
 }
@@ -187,7 +186,7 @@ template <class Owners>
 void BlockStages<Owners>::gather(std::int64_t t) {
   for (int m = 0; m < link_.size(); ++m) {
     if (m == link_.rank()) continue;
-    const Location from = region(t, Use::result, m);
+    const Location from = area(t, Use::result, m);
     owners_.each_run(t, m, [&](const Chunk& run, std::int64_t begin) {
       coded_.copy(coded_.at(coded_.output(), run.output), coded_.at(from, begin), run.count);
     });
@@ -222,8 +221,8 @@ void ListStages::gather(std::int64_t) {
   }
 }
 
-// The transfers of this rank's lists for the others (or its result, which goes to all) and of
-// theirs. A long list takes several batches: posts all but the last one and returns that.
+// The transfers of this rank's lists to the others (or of its result to all), and of their lists to
+// this rank. A long list takes several batches: posts all but the last one and returns that.
 Batch ListStages::with_lengths(bool result) {
   const int me = link_.rank();
   std::int64_t* const sent = lengths_.data();

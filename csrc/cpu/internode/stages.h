@@ -42,8 +42,8 @@ class PlainStages {
  public:
   // `owned` is the range of `data` that each node owns. `reduces`: owned elements become the sums
   // of all nodes' contributions, which each node has at the same place in its `data`. `gathers`:
-  // all nodes receive the owned elements, in place, or only node `to`. Tiles overlap only if they are
-  // reduced, so without that transfers are as large as they may be: each costs a wake-up.
+  // all nodes receive the owned elements, in place, or only node `to`. Tiles overlap only if they
+  // are reduced. Otherwise transfers are as large as possible, because each costs a wake-up.
   struct Work {
     std::byte* data;
     std::vector<Range> owned;
@@ -151,8 +151,8 @@ class RangeOwners {
   OwnedRanges ranges_;
 };
 
-// The layout of a region of encoded blocks that has so many elements, for the codec's executor.
-CodedStaging region_staging(const Codec& codec, std::int64_t elements);
+// The layout of an area for this many encoded elements, for the codec's executor.
+CodedStaging area_staging(const Codec& codec, std::int64_t elements);
 
 // Encoded blocks.
 template <class Owners>
@@ -172,13 +172,13 @@ class BlockStages {
   void gather(std::int64_t t);
 
  private:
-  // What a region is for: contributions that this rank sends to an owner, contributions that it
+  // What an area is for: contributions that this rank sends to an owner, contributions that it
   // receives and reduces, or results.
   enum class Use { contribution, incoming, result };
   static constexpr int kUses = Owners::kGathers ? 3 : 2;
 
-  Location region(std::int64_t t, Use use, int node) const;
-  void add_transfers(std::vector<Transfer>& transfers, int node, const Location& region,
+  Location area(std::int64_t t, Use use, int node) const;
+  void add_transfers(std::vector<Transfer>& transfers, int node, const Location& area,
                      std::int64_t elements) const;
   std::int64_t elements(std::int64_t t, int owner) const {
     return owners_.each_run(t, owner, [](const Chunk&, std::int64_t) {});
@@ -188,9 +188,9 @@ class BlockStages {
   CodedComm<Link>& coded_;
   const CodedStaging staging_;
   const bool scaled_;
-  const std::int64_t region_bytes_;
+  const std::int64_t area_bytes_;
   const Owners owners_;
-  std::byte* regions_;
+  std::byte* areas_;
 };
 
 // Top-k lists, in one tile. The length of each list is sent ahead of it; a long list takes several

@@ -21,7 +21,7 @@
 
 namespace pycomm::cpu {
 
-// A wait between nodes looks so often whether it should end.
+// How often a wait between nodes checks whether it should end.
 inline constexpr auto kLook = std::chrono::milliseconds(20);
 
 // Memory to send to a node or to receive from it.

@@ -19,7 +19,7 @@ namespace {
 // The least that this process maps of another process's heap.
 constexpr std::int64_t kSmallestView = 1 << 20;
 
-constexpr std::int64_t kMappedChunk = 2 << 20;
+constexpr std::int64_t kSharedMapping = 2 << 20;
 
 }  // namespace
 
@@ -54,24 +54,24 @@ HeapMap::~HeapMap() {
   }
 }
 
-Range HeapMap::chunk_at(std::int64_t offset) const {
-  const std::int64_t begin = offset / kMappedChunk * kMappedChunk,
+Range HeapMap::shared_range(std::int64_t offset) const {
+  const std::int64_t begin = offset / kSharedMapping * kSharedMapping,
                      heap_end = heap_.begin + heap_.count;
   const std::int64_t first = std::max(begin, heap_.begin);
-  return {first, std::min(begin + kMappedChunk, heap_end) - first};
+  return {first, std::min(begin + kSharedMapping, heap_end) - first};
 }
 
 HeapMap::Allocation HeapMap::make(const Range& offsets) {
-  const Range chunk = chunk_at(offsets.begin);
-  const std::int64_t within = offsets.begin - chunk.begin;
-  if (within + offsets.count > chunk.count) {
+  const Range range = shared_range(offsets.begin);
+  const std::int64_t within = offsets.begin - range.begin;
+  if (within + offsets.count > range.count) {
     Mapping own(fd_, begin_ + offsets.begin, offsets.count);
     return {own.data(), offsets.count, std::move(own)};
   }
-  auto found = chunks_.find(chunk.begin);
-  if (found == chunks_.end()) {
-    Mapping mapping(fd_, begin_ + chunk.begin, chunk.count);
-    found = chunks_.emplace(chunk.begin, Chunk{std::move(mapping)}).first;
+  auto found = shared_.find(range.begin);
+  if (found == shared_.end()) {
+    Mapping mapping(fd_, begin_ + range.begin, range.count);
+    found = shared_.emplace(range.begin, SharedMapping{std::move(mapping)}).first;
   }
   ++found->second.users;
   return {found->second.mapping.data() + within, offsets.count, std::nullopt};
@@ -98,12 +98,12 @@ bool HeapMap::unmap(std::int64_t offset) {
   const bool detached = !found->second.detached.empty();
   leave_as_is_in_children(found->second.data, found->second.bytes);
   if (!found->second.own) {
-    // Frees private pages now, because the chunk may stay for other allocations.
+    // Frees private pages now, because the shared mapping may stay for other allocations.
     if (detached) {
       remap(found->second.data, {offset, found->second.bytes}, MAP_SHARED | MAP_NORESERVE);
     }
-    const auto chunk = chunks_.find(chunk_at(offset).begin);
-    if (--chunk->second.users == 0) chunks_.erase(chunk);
+    const auto mapping = shared_.find(shared_range(offset).begin);
+    if (--mapping->second.users == 0) shared_.erase(mapping);
   }
   allocations_.erase(found);
   return !detached;
@@ -226,7 +226,7 @@ void Heap::free(std::byte* data) {
 
 void Heap::unmap_and_give(std::byte* data) {
   const auto used = used_.find(data);
-  PYCOMM_CHECK(used != used_.end(), "not an allocation of this heap");
+  PYCOMM_CHECK(used != used_.end(), "the address is not an allocation of this heap");
   if (file_.release(slice_, used->second)) give(used->second);
   used_.erase(used);
 }
@@ -287,7 +287,7 @@ Range Heap::take(std::int64_t bytes) {
     if (room > size) free_[offset + size] = room - size;
     return {offset, size};
   }
-  throw OutOfMemory("the window's heap has no " + std::to_string(bytes) + " bytes left");
+  throw OutOfMemory("the window's heap has no room for " + std::to_string(bytes) + " bytes");
 }
 
 // Merges a range with its free neighbours.

@@ -27,7 +27,7 @@ inline constexpr std::int64_t kPage = 4096;
 class WindowFile;
 
 // Names a window as long as it is in use: a word of the file that has this value until the last of
-// its ranks has left it. The value is random, so whatever uses the memory next has another one.
+// its ranks has left it. The value is random, so the next user of the memory has another value.
 struct Tenancy {
   std::int64_t position = 0;
   std::uint64_t id = 0;
@@ -86,17 +86,17 @@ class HeapMap {
 
  private:
   // Small allocations share a mapping, because a process may have only some 65,000 mappings.
-  struct Chunk {
+  struct SharedMapping {
     Mapping mapping;
     int users = 0;
   };
   struct Allocation {
     std::byte* data;
     std::int64_t bytes;
-    std::optional<Mapping> own;       // empty if it lies in a chunk
+    std::optional<Mapping> own;       // empty if it lies in a shared mapping
     std::vector<bool> detached = {};  // by page; empty if none is
   };
-  Range chunk_at(std::int64_t offset) const;
+  Range shared_range(std::int64_t offset) const;
   Allocation make(const Range& offsets);
   void add_view(std::int64_t needed);
   void remap(std::byte* data, const Range& offsets, int flags);
@@ -106,7 +106,7 @@ class HeapMap {
   const std::int64_t begin_;
   const Range heap_;
   mutable std::mutex mutex_;
-  std::map<std::int64_t, Chunk> chunks_;                            // by first offset
+  std::map<std::int64_t, SharedMapping> shared_;                    // by first offset
   std::map<std::int64_t, Allocation> allocations_;                  // by offset
   std::map<std::uintptr_t, std::int64_t> places_;                   // of allocations, by address
   std::atomic<std::uintptr_t> lowest_ = UINTPTR_MAX, highest_ = 0;  // of all allocations so far

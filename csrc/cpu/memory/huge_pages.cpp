@@ -12,7 +12,7 @@
 namespace pycomm::cpu {
 namespace {
 
-// Smaller tensors come from memory that malloc keeps and gives again.
+// Smaller tensors come from memory that malloc keeps and reuses.
 constexpr std::int64_t kLeastOutput = 4 << 20;
 
 enum class Grant : std::uint8_t { unknown, always, on_request };

@@ -11,8 +11,9 @@ namespace pycomm::cpu {
 // Call it before the memory is first touched.
 void advise_huge_pages(void* data, std::int64_t bytes);
 
-// Makes writing a large output faster whose pages do not exist yet, because it has just been allocated:
-// otherwise the system makes and clears them one at a time. The whole output will be written.
+// Speeds up the first write to a large output that has just been allocated, whose pages do not
+// exist yet: otherwise the system makes and clears them one at a time. The caller must write the
+// whole output.
 void prepare_output(void* data, std::int64_t bytes);
 
 }  // namespace pycomm::cpu

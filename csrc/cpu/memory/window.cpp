@@ -37,7 +37,7 @@ std::int64_t size_of_file(int fd) {
 // Throws unless the file is the window that this rank expects.
 void check_file(int fd, const Header& expected) {
   const Header found = read_header(fd);
-  PYCOMM_CHECK(found.magic == kMagic, "the file is no window of pycomm's");
+  PYCOMM_CHECK(found.magic == kMagic, "the file is not a pycomm window");
   const auto check = [](const char* what, auto value, auto wanted) {
     PYCOMM_CHECK(value == wanted, "the window's " + std::string(what) + " is " +
                                       std::to_string(value) + ", this rank's is " +

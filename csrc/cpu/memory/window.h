@@ -214,7 +214,8 @@ class Window {
   // Maps the file. Throws unless create() made it with the same arguments. Takes ownership of `fd`.
   Window(int fd, int ranks, std::int64_t slice_bytes, std::int64_t staging_bytes);
 
-  // Where a window for some ranks of another one lies: in the heap of one of that one's ranks.
+  // Where a window for some ranks of another window lies: in the heap of one of the other window's
+  // ranks.
   struct Place {
     int owner;
     std::int64_t offset;
@@ -228,7 +229,7 @@ class Window {
   Place place(int owner, std::int64_t offset, std::uint64_t id) const {
     return {seat(owner), offset, id};
   }
-  // Says there that rank r of the `ranks` ranks takes part in no operation.
+  // Says in the window at `place`, for `ranks` ranks, that its rank r takes part in no operation.
   void leave_at(const Place& place, int ranks, int r) const;
   // Maps a window for the ranks `members` of another one; this process is `members[rank]`.
   Window(const Window& whole, std::vector<int> members, int rank, const Place& place);
@@ -247,7 +248,7 @@ class Window {
   // Says that this rank does not use the window any more. The last rank to leave a window in a heap
   // gives its memory back. Idempotent.
   void depart();
-  // Says the same for `ranks` ranks that have ended without having said it.
+  // Says the same for `ranks` ranks that have ended without saying it.
   void depart_for(std::uint32_t ranks) const {
     if (in_heap()) control(0).departed.fetch_add(ranks);
   }
@@ -273,7 +274,7 @@ class Window {
   // The records of rank r's last operations; the one of an operation lies at its number modulo
   // kRecords.
   Record* records(int r) const { return records_of(slice(r), ranks_); }
-  // The same of what it has launched on its device, by the numbers of these.
+  // The records of rank r's launches on its device, in the same order.
   Record* launches(int r) const { return launches_of(slice(r), ranks_); }
   // The subjects of rank r's operations, each at its number modulo kSubjects. They may have no memory
   // before the first one.

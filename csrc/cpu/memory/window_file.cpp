@@ -34,7 +34,7 @@ int make_file(const char* name) {
   return memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
 }
 
-// Files in memory count as well, and the signal that comes with the error is ignored by Python.
+// The limit also holds for files in memory. Python ignores the signal that comes with the error.
 [[noreturn]] void throw_too_large(std::int64_t bytes) {
   rlimit most = {};
   (void)getrlimit(RLIMIT_FSIZE, &most);

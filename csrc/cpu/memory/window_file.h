@@ -58,7 +58,7 @@ class WindowFile : public std::enable_shared_from_this<WindowFile> {
   // still write there.
   std::byte* allocate(int s, const Range& pages);
   bool release(int s, const Range& pages);
-  // Gives the memory of a range back, which may be mapped.
+  // Gives back the memory of a range, which may still be mapped.
   void punch(std::int64_t position, std::int64_t bytes) const;
   // Makes pages of one of this process's allocations inaccessible to other processes, for good:
   // they become private memory of this process, with the same content.

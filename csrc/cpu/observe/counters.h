@@ -36,7 +36,8 @@ struct Times {
   std::vector<std::pair<int, std::uint64_t>> buckets;  // the number of times in each that has any
 };
 
-// The operations of a kind whose tensors have `size` bytes to less than twice as many; 0: none.
+// The operations of a kind whose tensors have at least `size` and less than twice `size` bytes; 0:
+// no bytes.
 struct CountedOperations {
   Collective collective;
   CodecKind codec;
@@ -54,8 +55,8 @@ class Counters {
   Counters(const Counters&) = delete;
   Counters& operator=(const Counters&) = delete;
 
-  // The ticks at which a rank came to an operation, at which all ranks had, and of its end. The
-  // first two are the same if the rank has not waited for others for long.
+  // The ticks at which a rank came to an operation, at which all ranks had come, and at which it
+  // ended. The first two are the same if the rank has not waited for others for long.
   struct Moments {
     std::int64_t entered, arrived, done;
   };
@@ -111,7 +112,7 @@ class Counters {
       increase(buckets[bucket_of(time)], weight);
     }
   };
-  // What an operation without a long wait changes lies in one cache line, but for a bucket.
+  // An operation without a long wait changes only one cache line, and one bucket.
   struct alignas(kLine) Cell {
     Counter count{0}, bytes{0};
     Distribution unwaited;         // of operations without a long wait, whose two times are one

@@ -48,8 +48,8 @@ void Group::set_subject(const std::string& text) {
   const std::lock_guard lock(departing_mutex_);
   if (departed_) return;
   auto found = subjects_.find(text);
-  // A text in the older half of the ring is written once more: it must outlive the records, of which
-  // a ring has half as many.
+  // A text in the older half of the ring is written again: it must outlive the records that refer
+  // to it, and their ring has half as many entries.
   if (found == subjects_.end() || last_subject_ - found->second >= kSubjects / 2) {
     if (last_subject_ % kSubjects == 0) subjects_.clear();  // the ring begins anew
     try {

@@ -2,8 +2,8 @@
 // its rank writes it, with a few stores and at most two reads of a counter per operation. Other
 // ranks and other processes may read it at any time, also when its rank hangs or has died.
 //
-// When all ranks had come to an operation is not recorded: that is the latest of the times at which
-// they entered it.
+// The time at which all ranks had come to an operation is not recorded: it is the latest of the
+// times at which they entered the operation.
 //
 // What a rank launches on its device is recorded in a second ring, whose records end without a time:
 // the device tells how far it is (core/signal.h).
@@ -24,7 +24,7 @@ namespace pycomm::cpu {
 // it. They record when they have ended only if they have waited for long or are in a sample.
 inline constexpr std::int64_t kTimedFrom = 64 << 10;
 inline constexpr std::uint32_t kSampledOneIn = 16;
-// Multiples of the golden ratio spread evenly, and keep step with no period of a program's.
+// Multiples of the golden ratio spread evenly, and follow no period of a program.
 constexpr bool is_sampled(std::uint32_t number) {
   return number * 0x9e3779b9u < 0xffffffffu / kSampledOneIn;
 }
@@ -42,8 +42,8 @@ struct RecordedTicks {
 
 class alignas(kLine) Record {
  public:
-  // Returns the time. Every store is a release, so that a reader that sees one of them sees that the
-  // number has gone.
+  // Returns the time. Every store is a release, so that a reader that sees one of them also sees
+  // that the number is 0.
   std::int64_t enter(const Operation& operation, std::uint32_t number, std::uint32_t subject) {
     number_.store(0, std::memory_order_relaxed);
     const auto words = std::bit_cast<Words>(operation);
@@ -60,7 +60,7 @@ class alignas(kLine) Record {
   // The operation has succeeded.
   void end(std::int64_t done) { done_.store(done, std::memory_order_release); }
 
-  // Empty if there is nothing, or while it is written, or if it is damaged.
+  // Empty if there is no record, while it is being written, or if it is damaged.
   std::optional<RecordedTicks> read() const {
     const std::uint32_t number = number_.load(std::memory_order_acquire);
     Words words;

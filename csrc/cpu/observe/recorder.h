@@ -1,6 +1,6 @@
-// What a rank notes of its operations: their records (cpu/observe/record.h), what they have taken in sum
-// (cpu/observe/counters.h), and how long they have blocked its program. One thread at a time notes, which costs
-// an operation at most 30 ns.
+// What a rank notes of its operations: their records (cpu/observe/record.h), their number and times
+// (cpu/observe/counters.h), and how long they have blocked its program. One thread at a time notes,
+// which costs an operation at most 30 ns.
 #pragma once
 
 #include <algorithm>
@@ -58,7 +58,7 @@ class Recorder {
   // What the operations have taken so far. From any thread.
   const Counters& counters() const { return counters_; }
   // Counts a time, in ticks, in which a caller was blocked by operations of this group. Equal ticks
-  // tell only that a caller was not blocked before. Threads may be blocked at the same time; then it
+  // tell only that a caller was not blocked before. Time in which several threads are blocked
   // counts once. The second form is for the last operation.
   void count_blocked(std::int64_t begin, std::int64_t end) {
     if (end <= blocked_until_) return;
@@ -76,7 +76,7 @@ class Recorder {
 
  private:
   Record& record() const { return records_[recorded_ % kRecords]; }
-  // For how many operations the times of this one count; 0: it is not timed.
+  // The number of operations for which this operation's times count; 0 if it is not timed.
   std::int64_t weight(std::int64_t bytes) const {
     if (bytes >= kTimedFrom || waited_long_) return 1;
     return is_sampled(recorded_) ? kSampledOneIn : 0;

@@ -22,7 +22,7 @@ Header checked_header(int fd, std::int64_t position) {
   struct stat file = {};
   const bool is_window = pread(fd, &header, sizeof(header), position) == sizeof(header) &&
                          header.magic == kMagic && fstat(fd, &file) == 0;
-  PYCOMM_CHECK(is_window, "no window of pycomm's begins at " + std::to_string(position));
+  PYCOMM_CHECK(is_window, "the file has no pycomm window at byte " + std::to_string(position));
   if (header.layout != kLayout)
     throw std::runtime_error("another version of pycomm made the window");
   const bool fits = header.ranks > 0 && header.ranks <= static_cast<std::int64_t>(kField) &&
@@ -76,7 +76,7 @@ Launched launch_of(const RecordedTicks& entry, const Reached& reached, const Tic
   return launch;
 }
 
-// An operation that the device was in last stays, however many have been launched since.
+// An operation that the device was in last is kept, however many have been launched since.
 std::vector<Launched> launched_of(const Slice& slice, std::size_t most, const TickScale& scale) {
   const Reached all[] = {{slice.control, false, scale}, {slice.control, true, scale}};
   std::vector<Launched> launched;

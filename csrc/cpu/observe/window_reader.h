@@ -21,9 +21,9 @@ struct Slice {
 // The text of a rank's subject; empty if it has gone or there is none.
 std::string subject_of(const Control& control, const Subject* subjects, std::uint32_t number);
 
-// What the slice of a rank tells: at most `most` operations, and as many on its device, with those that
-// the device was in last; and in `waits_for` the rank of this window that it waits for. `rank` and `pid`
-// are those of identity_word().
+// The state in a rank's slice: at most `most` operations, and as many launches on its device, with
+// the operations that the device was in last. `waits_for` is the rank of this window that it waits
+// for. `rank` and `pid` are those of identity_word().
 RankState state_of(const Slice& slice, int ranks, std::size_t most, const TickScale& scale);
 
 class WindowReader {

@@ -12,7 +12,7 @@ DType dtype_of(Storage storage) {
   return storage == Storage::f32 ? DType::f32 : storage == Storage::f16 ? DType::f16 : DType::bf16;
 }
 
-// A hash of all that changes the result and that ranks have alike.
+// A hash of everything that changes the result and must be the same on all ranks.
 std::uint64_t hash_of(const ShardedStep& step) {
   std::uint64_t hash = kHashOfNothing;
   for (const auto& [settings, end] : step.groups) {

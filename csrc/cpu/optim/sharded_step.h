@@ -39,7 +39,7 @@ struct ShardedStep final : CustomOperation {
   bool half_done = false;  // after a failure: some parameters may have changed
 };
 
-// What must be alike on all ranks, for messages: `label`, and a hash of all else.
+// What must be the same on all ranks, as text: `label`, and a hash of the rest.
 std::string compared(const ShardedStep& step, const std::string& label);
 
 // The call that runs a step among the ranks of a node. All ranks must pass the same `label`.
@@ -50,17 +50,18 @@ class ShardUpdate {
  public:
   explicit ShardUpdate(ShardedStep& step);
 
-  // The arenas of all ranks that get sums and parameters, of which this rank's is number `rank`.
+  // Sets the arenas of all ranks, which get sums and parameters; this rank's arena is number
+  // `rank`.
   void use_arenas(std::vector<std::byte*> arenas, int rank);
-  // Whether a rank has found an infinity before the step.
+  // Sets whether a rank has found an infinity before the step.
   void note_found(bool found);
 
   // The number of sums of each kind.
   std::int64_t sums() const { return wholes_.chunks(); }
   bool skips() const { return found_ || pycomm::skips(step_.control); }
 
-  // As in core/algorithms/sharded_step.h. Those that read gradients return the bytes that they have
-  // read from other ranks.
+  // The phases of core/algorithms/sharded_step.h. Phases that read gradients return the bytes that
+  // they have read from other ranks.
   std::int64_t measure();
   void conclude_norm();
   bool adapts() const;

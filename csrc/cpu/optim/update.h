@@ -76,7 +76,7 @@ class Reader {
     states_in_place_ = all_states_are(Storage::bf16);
   }
 
-  // Takes the next chunks' gradients from there instead of the segment; null: from the segment.
+  // Takes the next chunks' gradients from `chunk` instead of the segment; null: from the segment.
   void use_gradients(const void* chunk) { gradients_ = bytes(const_cast<void*>(chunk)); }
 
   // A chunk for update_chunk().

@@ -65,16 +65,16 @@ inline void check_place(std::int64_t offset, std::int64_t bytes, const Range& he
 // Checks a frame that was read from a ring with `available` bytes of frames. `heap` is the sender's.
 inline void check_frame(const Frame& frame, std::uint32_t context, std::int64_t available,
                         const Range& heap) {
-  PYCOMM_CHECK(frame.context == context, "a frame is not one of this group");
+  PYCOMM_CHECK(frame.context == context, "a frame is from another group");
   PYCOMM_CHECK(frame.kind <= FrameKind::written && is_element(frame.element),
-               "a frame is of no kind");
+               "a frame has an unknown kind or dtype");
   PYCOMM_CHECK(frame.channel <= Channel::collective, "a frame is on no channel");
   PYCOMM_CHECK(frame.bytes >= 0 && frame.bytes <= kMostBytes, "a message has an impossible size");
   if (frame.kind == FrameKind::eager || frame.kind == FrameKind::data) {
     const std::int64_t most = frame.kind == FrameKind::eager ? kEagerBytes : kDataBytes;
     PYCOMM_CHECK(frame.bytes <= most, "a frame is too long");
   }
-  PYCOMM_CHECK(length_of(frame) <= available, "a frame is longer than what was sent");
+  PYCOMM_CHECK(length_of(frame) <= available, "a frame is longer than the bytes that were sent");
   if (frame.kind == FrameKind::announce) check_place(frame.offset, frame.bytes, heap);
 }
 
@@ -86,10 +86,11 @@ inline constexpr std::int64_t kStreamedBytes = 1 << 20;
 // Checks a frame that has arrived from another node.
 inline void check_streamed_frame(const Frame& frame) {
   const bool data = frame.kind == FrameKind::data;
-  PYCOMM_CHECK(frame.context == kStreamContext, "a frame is not one between nodes");
+  PYCOMM_CHECK(frame.context == kStreamContext,
+               "a frame has another context than frames between nodes");
   PYCOMM_CHECK(
       (frame.kind <= FrameKind::data || frame.kind == FrameKind::left) && is_element(frame.element),
-      "a frame is of no kind");
+      "a frame has an unknown kind or dtype");
   PYCOMM_CHECK(frame.channel <= Channel::collective, "a frame is on no channel");
   PYCOMM_CHECK(frame.bytes >= (data ? 1 : 0) && frame.bytes <= kMostBytes,
                "a message has an impossible size");

@@ -9,7 +9,8 @@ void Incoming::open() {
   const std::int64_t offset = mailbox_.sender.ring.load(std::memory_order_acquire);
   if (offset == 0) return;
   const Range heap = node_.heap_range();
-  PYCOMM_CHECK(offset != kNotInWindow && offset % kLine == 0, "a ring has an impossible place");
+  PYCOMM_CHECK(offset != kNotInWindow && offset % kLine == 0,
+               "a ring lies at an impossible offset");
   check_place(offset, kAllocationBytes, heap);
   ring_.emplace(mailbox_, node_.window.in_heap(from_, offset, kAllocationBytes), node_.window.id(),
                 heap);
@@ -36,7 +37,7 @@ void Incoming::take(const Frame& frame) {
   switch (frame.kind) {
     case FrameKind::eager:
     case FrameKind::announce:
-      PYCOMM_CHECK(frame.message == next_++, "a message has another one's number");
+      PYCOMM_CHECK(frame.message == next_++, "a message is out of order");
       break;
     case FrameKind::data:
       return take_data(frame);
@@ -84,7 +85,7 @@ void Incoming::accept(RequestPtr receive, const Frame& announced) {
 Incoming::Delivery& Incoming::delivery(const Frame& frame, bool direct) {
   const auto found = deliveries_.find(frame.message);
   PYCOMM_CHECK(found != deliveries_.end() && found->second.direct == direct,
-               "a frame is part of no message");
+               "a frame belongs to an unknown message");
   return found->second;
 }
 
@@ -106,7 +107,8 @@ void Incoming::take_written(const Frame& frame) {
   const RequestPtr& receive = delivery(frame, true).receive;
   if (node_.window.place_in_heap(node_.rank(), receive->data, receive->envelope.bytes) !=
       receive->exposed_at) {
-    throw std::runtime_error("another group, which has failed, has taken the receive's memory");
+    throw std::runtime_error(
+        "another group, which has failed, has detached the receive's memory from the window");
   }
   complete(receive);
   deliveries_.erase(frame.message);

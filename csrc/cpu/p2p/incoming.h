@@ -19,13 +19,13 @@ class Incoming {
         from_(from),
         mailbox_(node.window.mailbox(node.rank(), from)) {}
 
-  // Does what can be done without waiting. Returns true if that was anything.
+  // Does what can be done without waiting. Returns true if it did anything.
   bool progress();
   // Receives an announced message into the memory of a receive that matches it.
   void accept(RequestPtr receive, const Frame& announced);
 
  private:
-  // An accepted message that the sender brings.
+  // An accepted message whose bytes the sender sends.
   struct Delivery {
     RequestPtr receive;
     bool direct;  // the sender writes where the receive wants it

@@ -27,7 +27,7 @@ class Matcher {
   RequestPtr take_receive(int source, const Frame& frame);
   // Takes the first message that fits a receive.
   std::optional<Arrival> take_arrival(const Envelope& wanted);
-  // For what has found no match.
+  // Keeps a receive or an arrival that has found no match.
   void keep(RequestPtr receive);
   void keep(Arrival arrival);
   // Forgets all receives and arrivals.

@@ -69,14 +69,14 @@ bool Outgoing::send_queued() {
 bool Outgoing::take_answers() {
   bool moved = false;
   for (Answer answer{}; ring_->next(answer); moved = true) {
-    PYCOMM_CHECK(answer.context == node_.window.id(), "an answer is not one of this group");
+    PYCOMM_CHECK(answer.context == node_.window.id(), "an answer is from another group");
     const auto found = announced_.find(answer.message);
-    PYCOMM_CHECK(found != announced_.end(), "an answer is to no message");
+    PYCOMM_CHECK(found != announced_.end(), "an answer is to a message that was not announced");
     if (answer.kind == AnswerKind::accept) {
       accept(answer);
     } else {
       PYCOMM_CHECK(answer.kind == AnswerKind::taken && found->second->exposed_at != kNotInWindow,
-                   "an answer is of no kind");
+                   "an answer has an unknown kind");
       node_.requests.complete(found->second);
     }
     announced_.erase(answer.message);

@@ -16,9 +16,9 @@ class Outgoing {
 
   // Allocates the ring before the first message. Throws OutOfMemory.
   void open();
-  // Queues a message, and sends of it what the ring has room for.
+  // Queues a message, and sends as much of it as the ring has room for.
   void post(RequestPtr request);
-  // Does what can be done without waiting. Returns true if that was anything.
+  // Does what can be done without waiting. Returns true if it did anything.
   bool progress();
   bool busy() const {
     return !queued_.empty() || !announced_.empty() || !streams_.empty() || !writes_.empty();

@@ -1,8 +1,8 @@
-// Where ranks of a group that spans nodes reach a rank: those of other nodes on a TCP port, to send
-// it messages, and those of its own node by a knock, when it sleeps.
+// Where others reach a rank of a group that spans nodes: ranks of other nodes send messages to its
+// TCP port, and ranks of its own node wake it by a knock.
 //
-// The port is open from the rendezvous until the rank leaves the group. So the kernel tells the
-// others as long as its host runs whether the rank lives.
+// The port is open from the rendezvous until the rank leaves the group. So, as long as the rank's
+// host runs, its kernel tells the others whether the rank lives.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ class Port {
   struct Address {
     std::string host;
     int port;
-    Secret secret;      // what others must know to be heard
+    Secret secret;      // others must send it to be heard
     std::string knock;  // Knocker::name
   };
 
@@ -36,7 +36,7 @@ class Port {
   const Knocker& knocker() const { return knocker_; }
   // Wakes a rank of this node, by its number in the whole group.
   void knock(int rank) const { knocker_.knock(of(rank).knock); }
-  // Closes the port, and returns the connections of those that nobody has let in.
+  // Closes the port, and returns the connections that still wait to be accepted.
   std::vector<Socket> close();
 
  private:
@@ -48,9 +48,9 @@ class Port {
 
 // Says on a connection that this rank leaves the group.
 void say_left(Socket& to);
-// Waits until all that was written on these connections has arrived, for a short time, and drops
-// what comes on them: the kernel forgets what it has not sent if a socket is closed before all that
-// came has been read.
+// Waits for a short time until everything written on these connections has arrived, and drops
+// incoming bytes: if a socket is closed with unread bytes, the kernel drops what it has not sent
+// yet.
 void await_sent(std::vector<Socket*> connections);
 
 }  // namespace pycomm::cpu::p2p

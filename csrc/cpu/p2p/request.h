@@ -50,13 +50,13 @@ struct Request {
 
   // Returns true if the request has completed within `patience`. Throws what made it fail.
   bool wait(Clock::duration patience);
-  // Waits without a limit but the timeout. If `interrupt` throws, the group is aborted.
+  // Waits without any limit except the timeout. If `interrupt` throws, the group is aborted.
   void wait(void (*interrupt)() = nullptr);
   bool completed() const { return done.load(std::memory_order_acquire); }
   // The rank that has sent a received message; valid once the request has completed.
   int source = kAnySource;
 
-  // As in error messages.
+  // The text for error messages.
   std::string describe() const;
   const char* name() const { return receives ? "recv" : "send"; }
 

@@ -10,7 +10,7 @@
 
 namespace pycomm::cpu::p2p {
 
-// Copy bytes into or out of a ring, from a position that counts on beyond its end.
+// Copy bytes into or out of a ring, from a position that keeps counting beyond its end.
 inline void put(std::byte* ring, std::uint64_t position, const void* from, std::int64_t bytes) {
   const auto at = static_cast<std::int64_t>(position % kRingBytes);
   const std::int64_t first = std::min(bytes, kRingBytes - at);
@@ -25,10 +25,11 @@ inline void get(const std::byte* ring, std::uint64_t position, void* to, std::in
   std::memcpy(static_cast<std::byte*>(to) + first, ring, static_cast<std::size_t>(bytes - first));
 }
 
-// The difference of two counters. Throws unless `ahead` can be that far ahead.
+// The difference of two counters. Throws if it is larger than `most`.
 inline std::int64_t distance(std::uint64_t ahead, std::uint64_t behind, std::int64_t most) {
   const std::uint64_t apart = ahead - behind;
-  PYCOMM_CHECK(apart <= static_cast<std::uint64_t>(most), "a ring's counter is impossible");
+  PYCOMM_CHECK(apart <= static_cast<std::uint64_t>(most),
+               "a ring's counter has an impossible value");
   return static_cast<std::int64_t>(apart);
 }
 

@@ -39,7 +39,7 @@ class Socket {
   // A connection, perhaps not established yet; ended() if it is refused. Throws std::system_error
   // if there is no descriptor for it.
   static Socket connect(const std::string& host, int port);
-  // The next connection that waits here. Nothing if none does, or there is no descriptor for it.
+  // The next waiting connection; empty if there is none, or no descriptor for it.
   std::optional<Socket> accept() const;
 
   int fd() const { return fd_.number(); }
@@ -70,7 +70,7 @@ class Knocker {
   int fd() const { return fd_.number(); }
   // Its address in this network namespace.
   const std::string& name() const { return name_; }
-  // Wakes the rank whose Knocker has this name. A lost knock is only a rank that wakes up later.
+  // Wakes the rank whose Knocker has this name. If a knock is lost, the rank only wakes up later.
   void knock(const std::string& name) const;
   // Forgets the knocks so far.
   void clear() const;

@@ -53,14 +53,15 @@ bool OutgoingStream::take_answers() {
 }
 
 void OutgoingStream::take(const Answer& answer) {
-  PYCOMM_CHECK(answer.context == kStreamContext, "an answer is not one between nodes");
+  PYCOMM_CHECK(answer.context == kStreamContext,
+               "an answer has another context than answers between nodes");
   if (answer.kind == AnswerKind::left) {
     left_ = true;
     return;
   }
   const auto found = announced_.find(answer.message);
-  PYCOMM_CHECK(found != announced_.end(), "an answer is to no message");
-  PYCOMM_CHECK(answer.kind == AnswerKind::accept, "an answer is of no kind");
+  PYCOMM_CHECK(found != announced_.end(), "an answer is to a message that was not announced");
+  PYCOMM_CHECK(answer.kind == AnswerKind::accept, "an answer has an unknown kind");
   found->second->since = Request::kUnset;
   accepted_.push_back({answer.message, std::move(found->second)});
   announced_.erase(found);
@@ -158,7 +159,8 @@ bool IncomingStream::progress() {
   return send_answers() || moved;
 }
 
-// At most about a frame with data, so that other ranks get their turn, but all that the reader has.
+// Reads about as much as a frame with data, so that other ranks get their turn, but always
+// everything that the reader has buffered.
 bool IncomingStream::read() {
   std::int64_t moved = 0;
   while (moved < kStreamedBytes || reader_.has_more()) {
@@ -175,7 +177,7 @@ bool IncomingStream::read() {
 void IncomingStream::take_head() {
   check_streamed_frame(frame_);
   if (frame_.kind <= FrameKind::announce) {
-    PYCOMM_CHECK(frame_.message == next_++, "a message has another one's number");
+    PYCOMM_CHECK(frame_.message == next_++, "a message is out of order");
   }
   switch (frame_.kind) {
     case FrameKind::eager:
@@ -215,7 +217,7 @@ std::byte* IncomingStream::place_for_eager() {
 
 std::byte* IncomingStream::place_for_data() {
   const auto found = deliveries_.find(frame_.message);
-  PYCOMM_CHECK(found != deliveries_.end(), "a frame is part of no message");
+  PYCOMM_CHECK(found != deliveries_.end(), "a frame belongs to an unknown message");
   const Delivery& delivery = found->second;
   PYCOMM_CHECK(frame_.bytes <= delivery.receive->envelope.bytes - delivery.done,
                "a message is too long");

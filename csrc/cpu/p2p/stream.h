@@ -3,7 +3,7 @@
 // The sender opens it and introduces itself. Then frames go to the receiver and answers come back
 // (cpu/p2p/frame.h). As inside a node, a small message is sent at once, and a large one when the
 // receiver has accepted it: its bytes go from the sender's tensor to the connection, and from the
-// connection to the receiver's tensor. What nobody takes yet stays in the connection.
+// connection to the receiver's tensor. Bytes that nobody has taken yet stay in the connection.
 //
 // A connection also shows whether the other rank lives, so a receiver opens its own, too.
 #pragma once
@@ -20,15 +20,15 @@
 
 namespace pycomm::cpu::p2p {
 
-// What both directions have. Ranks are numbered as in the whole group.
+// What both directions share. Ranks are numbered as in the whole group.
 class Stream {
  public:
   Stream(Node& node, int rank, Socket socket)
       : node_(node), rank_(rank), socket_(std::move(socket)) {}
 
   Socket& socket() { return socket_; }
-  // True if nothing more will come; left() if the other rank has said that it leaves the group, or
-  // was gone before this rank connected, so that nobody knows how.
+  // ended(): nothing more will come. left(): the other rank has said that it leaves the group, or
+  // it had gone before this rank connected, so that nobody knows why.
   bool ended() const { return socket_.ended(); }
   bool left() const { return left_ || (ended() && !socket_.was_established()); }
 
@@ -48,7 +48,7 @@ class Reader {
  public:
   // Reads as many bytes as there are now.
   std::int64_t read(Socket& socket, std::byte* to, std::int64_t bytes);
-  // True if bytes are left that the socket does not have any more, so that it does not tell of them.
+  // True if this reader has bytes in its buffer, of which polling the socket would not tell.
   bool has_more() const { return begin_ < end_; }
 
  private:
@@ -64,9 +64,9 @@ class OutgoingStream : public Stream {
   OutgoingStream(Node& node, int to, const Port::Address& address,
                  const Introduction& introduction);
 
-  // Queues a message, and sends of it what the connection takes.
+  // Queues a message, and sends as much of it as the connection takes.
   void post(RequestPtr request);
-  // Does what can be done without waiting. Returns true if that was anything.
+  // Does what can be done without waiting. Returns true if it did anything.
   bool progress();
   bool has_more_to_write() const {
     return written_ < head_bytes_ + payload_bytes_ || !queued_.empty() || !accepted_.empty();

@@ -143,7 +143,7 @@ void Streams::hear_all() {
   for (auto next = strangers_.begin(); next != strangers_.end();) hear((next++)->first);
 }
 
-// What does not come from a rank of the group is dropped without a word.
+// A connection that is not from a rank of the group is dropped silently.
 bool Streams::hear(std::uint32_t number) {
   const auto found = strangers_.find(number);
   if (found == strangers_.end()) return false;

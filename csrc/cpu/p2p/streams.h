@@ -30,22 +30,22 @@ class Streams {
   void expect(int source);
   // Receives an announced message into the memory of a receive that matches it.
   void accept(const RequestPtr& receive, const Frame& announced, int source);
-  // Does what can be done without waiting. Returns true if that was anything. Throws Malformed.
+  // Does what can be done without waiting. Returns true if it did anything. Throws Malformed.
   bool progress();
-  // Sleeps until that is possible or a rank of this node knocks, but for at most `most`.
+  // Sleeps until progress() is possible or a rank of this node knocks, but for at most `most`.
   void sleep(Clock::duration most) const;
 
-  // How a rank has gone, if it has and this rank has connected with it, and all that it has sent has
-  // been taken. A rank that was gone before is taken for one that has left. `time` is the time in
-  // which this rank could run. Throws Malformed.
+  // How a rank has gone, after all that it has sent has been taken; empty if it has not gone, or if
+  // this rank has not connected with it. A rank that was gone before counts as one that has left.
+  // `time` is the time in which this rank could run. Throws Malformed.
   enum class End { left, died };
   std::optional<End> end_of(int rank, Clock::duration time);
 
-  // Closes all. `tells`: says before that this rank leaves the group, and waits for a short time
-  // until the others have what it has sent.
+  // Closes all streams. `tells`: first says that this rank leaves the group, and waits for a short
+  // time until the others have what it has sent.
   void leave(bool tells);
 
-  // What a rank has sent is not what a rank sends.
+  // A rank has sent invalid data.
   struct Malformed : std::invalid_argument {
     Malformed(int rank, const char* what) : std::invalid_argument(what), rank(rank) {}
     int rank;

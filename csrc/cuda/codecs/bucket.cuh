@@ -75,7 +75,7 @@ __device__ inline const PartRow& fetch(const CodedLaunch& launch, int rank, int 
   return *reinterpret_cast<const PartRow*>(words);
 }
 
-// Makes the ranks' tables, and keeps copies of residuals and velocities for those who want them.
+// Makes the ranks' tables, and keeps copies of residuals and velocities for ranks that want them.
 CodedLaunch prepare(const Launch& launch, const Bucket* buckets, cudaStream_t stream);
 // Finds what ranks tell of their tensors when they announce a block codec with feedback.
 void launch_preflight(const CodedLaunch& launch, cudaStream_t stream);

@@ -38,7 +38,7 @@ inline std::int64_t most_list_bytes(const Operation& operation, int ranks) {
   for (int r = 0; r < ranks; ++r) most = std::max(most, area.bytes(r));
   return most;
 }
-// What the ranks tell of their tensors comes before the lists.
+// The ranks' preflights come before the lists.
 constexpr std::int64_t preflight_bytes(std::size_t parts) {
   return round_up(static_cast<std::int64_t>(parts * sizeof(Preflight)), kLine);
 }

@@ -1,5 +1,5 @@
-// How an algorithm becomes kernels with a codec: one per element type; the codec is told them when
-// they run.
+// How an algorithm becomes kernels with a codec: one per element type; the codec is an argument of
+// the kernel.
 #pragma once
 
 #include "cuda/codecs/coded_comm.cuh"

@@ -24,7 +24,7 @@ struct alignas(sizeof(T) * kOctet < 16 ? sizeof(T) * kOctet : 16) Octet {
   T element[kOctet];
 };
 
-// How many of `left` elements are one thread's.
+// The number of this thread's elements if `left` elements remain.
 __device__ inline int octet_count(std::int64_t left) {
   return left >= kOctet ? kOctet : left > 0 ? static_cast<int>(left) : 0;
 }
@@ -92,7 +92,7 @@ __device__ inline void draw(const Random& random, std::int64_t first, std::uint3
 
 // Encodes this thread's elements from fp32. Returns whether all were finite. All threads of the
 // block call it together. A codec's block has 2^shift elements; the first of this stride is element
-// first() of the whole, which only random bits ask for.
+// first() of the whole, which only random bits need.
 template <class Codec, class First>
   requires Codec::kScaled
 __device__ bool encode_octet(const float* v, bool stochastic, int shift, const Random& random,
@@ -118,7 +118,7 @@ __device__ bool encode_octet(const float* v, bool stochastic, int shift, const R
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) made.element[i] = Codec::encode(v[i], found);
   }
-  // Processors would differ in what is left of a value that is not finite.
+  // Processors encode values that are not finite differently.
   if (largest >= kInfinityBits) made = {};
   return largest < kInfinityBits;
 }
@@ -231,7 +231,7 @@ __device__ void store_feedback(const Pass& pass, std::int64_t start, int n, bool
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
       output.element[i] = store<T>(made[i]);
-      // What all ranks get is the output, in the tensor's type.
+      // All ranks get the output in the tensor's type, so the residual is computed from it.
       kept.element[i] = load(output.element[i]);
     }
     store_octet(static_cast<T*>(pass.output) + start, output, n);
@@ -310,7 +310,7 @@ __device__ __noinline__ bool decode_blocks(Encoded from, T* output, std::int64_t
 }
 
 // One pass by the whole block. `own`: one of the sources is the caller's contribution. Returns, to
-// each thread, whether something of its elements is not finite.
+// each thread, whether one of its elements is not finite.
 template <class T, class Codecs = BlockCodecs>
 __device__ bool encode_pass(const Codec& codec, const Pass& pass, bool own, int shift) {
   bool nonfinite = false;
@@ -321,7 +321,7 @@ __device__ bool encode_pass(const Codec& codec, const Pass& pass, bool own, int 
   return nonfinite;
 }
 
-// Decodes; returns, to each thread, whether some of it is not finite.
+// Decodes; returns, to each thread, whether one of its elements is not finite.
 template <class T, class Codecs = BlockCodecs>
 __device__ bool decode_pass(const Codec& codec, Encoded from, T* output, std::int64_t n,
                             int shift) {

@@ -6,7 +6,7 @@
 
 namespace pycomm::cuda {
 
-// Over the threads of the warp up to this one. All threads of the warp call it together.
+// The sum over the threads of the warp up to this one. All threads of the warp call it together.
 template <class T>
 __device__ T sum_in_warp(T value) {
 #pragma unroll
@@ -17,12 +17,13 @@ __device__ T sum_in_warp(T value) {
   return value;
 }
 
-// Over the threads of the block before this one; `total` becomes the sum over all. All threads call it together.
+// The sum over the threads of the block before this one; `total` becomes the sum over all. All
+// threads call it together.
 __device__ inline std::uint64_t sum_before(std::uint64_t value, std::uint64_t& total) {
   __shared__ std::uint64_t of_warp[kThreads / 32];
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const std::uint64_t sum = sum_in_warp(value);
-  __syncthreads();  // everyone is through with the last ones
+  __syncthreads();  // all threads have read the previous values
   if (lane == 31) of_warp[warp] = sum;
   __syncthreads();
   std::uint64_t before = sum - value;
@@ -76,8 +77,8 @@ __device__ inline void count_digit(std::uint32_t* bins, int digit, std::uint32_t
   atomicAdd(&bins[size >> digit_shift(digit) & mask], 1u);
 }
 
-// Finds from the top the bin with the `left`-th element, and which one it is in there. False: there
-// are not so many.
+// Finds, from the top, the bin with the `left`-th element, and the element's number in this bin.
+// Returns false if there are fewer elements.
 __device__ inline bool pick_bin(const std::uint32_t* bins, int count, std::uint32_t& left,
                                 std::uint32_t& bin) {
   __shared__ std::uint32_t found_bin, found_left;

@@ -26,8 +26,8 @@ namespace {
 constexpr int kWarps = kThreads / 32;
 constexpr std::int64_t kWarpElements = 32 * kOctet;
 
-// How many samples shall be above the floor. If neighbours are alike, only octets are independent: eight
-// at a time. So four standard deviations of m of them are 4 sqrt(8 m).
+// How many samples should be above the floor. If neighbours are alike, only octets are independent:
+// eight at a time. So four standard deviations of m of them are 4 sqrt(8 m).
 __device__ std::uint32_t samples_above(std::int64_t samples, std::int64_t k, std::int64_t n) {
   const float expected =
       static_cast<float>(samples) * static_cast<float>(k) / static_cast<float>(n);
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
     const int count = digit_bins(digit);
     for (int i = threadIdx.x; i < count; i += kThreads) bins[i] = 0;
     __syncthreads();
-    // Those that this thread has stored.
+    // The samples that this thread has stored.
     for (std::int64_t i = threadIdx.x; i < samples / kOctet; i += kThreads) {
       const Octet<std::uint32_t> sizes = kept[i];
 #pragma unroll
@@ -90,7 +90,7 @@ __device__ void each_octet(const Selector<T>& from, std::int64_t tile, Visit vis
   float v[kOctet], next[kOctet] = {};
   bool used = from.load_values(first + lane, v);
   for (std::int64_t start = first; start < end; start += kWarpElements) {
-    // Loads before the first use of what is loaded already.
+    // Loads the next values before the first use of the current ones.
     const bool next_used =
         start + kWarpElements < end && from.load_values(start + kWarpElements + lane, next);
     visit(v, used, start + lane);
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
     all_above += above;
     all_equal += equal;
     if (leads) scratch.listed[tile] = scratch.above[tile] = above;
-    // Nothing is looked for among zeros, which include the padding: its count could overflow a sum.
+    // Zeros are not counted: they include the padding, whose count could overflow a sum.
     if (leads) scratch.equal[tile] = floor == 0 ? 0 : equal;
   });
   largest = __reduce_max_sync(0xffffffffu, largest);

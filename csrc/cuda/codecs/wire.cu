@@ -116,7 +116,7 @@ void encode(const WireJob& job) {
 
 void decode(const WireJob& job, std::int64_t bytes, bool add, bool checks) {
   check_aligned(job);
-  PYCOMM_CHECK(!add || job.dtype == DType::f32, "out must be float32 to be added to");
+  PYCOMM_CHECK(!add || job.dtype == DType::f32, "out must be float32 if add=True");
   const DeviceGuard guard(job.device);
   if (checks) check_header(job, bytes);
   if (job.codec.kind == CodecKind::topk) return decode_topk(job, bytes, add, checks);

@@ -19,7 +19,7 @@ void put(std::vector<std::uint64_t>& words, const Row& row) {
   std::memcpy(words.data() + at, &row, sizeof(Row));
 }
 
-// Unlike on the CPU without the numbers of steps, which lie on the device.
+// Unlike on the CPU, the numbers of steps are left out, because they lie on the device.
 std::uint64_t hash_of(const ShardedStep& step) {
   std::uint64_t hash = kHashOfNothing;
   for (const ShardGroup& group : step.groups) {

@@ -50,7 +50,8 @@ class ShardTable {
   Rule rule_{};
 };
 
-// The call that runs it. All ranks must pass the same `label`, which names what else must agree.
+// The call that runs it. All ranks must pass the same `label`, which names everything else that
+// must agree.
 Call step_call(const ShardedStep& step, const std::string& label);
 
 }  // namespace pycomm::cuda

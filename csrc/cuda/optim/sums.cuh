@@ -1,6 +1,7 @@
-// Sums of squares over segments, in the order of core/optim/square_sum.h. A warp adds up 1024 elements,
-// or several times 1024 at once. The warp that brings the last of a sum's 1024 terms adds them up and
-// goes on with the result, so that the whole device works on the tree and no block waits for another one.
+// Sums of squares over segments, in the order of core/optim/square_sum.h. A warp adds up 1024
+// elements, or several times 1024 at once. The warp that brings the last of a sum's 1024 terms adds
+// them up and continues with the result, so that the whole device works on the tree and no block
+// waits for another one.
 #pragma once
 
 #include <algorithm>

@@ -1,13 +1,13 @@
-// Tickets: those who have done their part count, and the last one goes on with what all have done.
+// Tickets count finished parts. The last block to arrive continues with the combined result.
 #pragma once
 
 #include <cstdint>
 
 namespace pycomm::cuda {
 
-// Brings `count` of `size` parts. Returns true to the caller that brings the last one: it sees what
-// the others have done, and the ticket is zero again. For one thread of those that have done a part,
-// after a barrier among them.
+// Counts `count` finished parts of `size`. Returns true to the caller that counts the last one: it
+// sees what the others have written, and the ticket is zero again. If several threads did a part,
+// one of them calls this after a barrier among them.
 __device__ inline bool take_ticket(std::uint32_t* ticket, std::int64_t count, std::int64_t size) {
   __threadfence();
   if (atomicAdd(ticket, static_cast<std::uint32_t>(count)) + count != size) return false;

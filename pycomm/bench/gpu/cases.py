@@ -86,14 +86,14 @@ class KernelCase:
     """A case to time, which becomes a row.
 
     Attributes:
-        stem: the row's name without suffix; goals are listed by it.
+        stem: the row's name without suffix, under which goals are listed.
         data_bytes: bytes of its tensors.
         moved_bytes: bytes that it must read from and write to device memory.
-        call: does it, `repeats` times.
+        call: runs the case `repeats` times.
         suffix: of the row's name.
-        base: the stem of the case whose time this one's is measured by.
-        peer_name: of another way to the same, which is `peer`.
-        wrong: how many elements are not what they must be.
+        base: the stem of the case with whose time this one's is compared.
+        peer_name: the name of `peer`, another way to compute the same.
+        wrong: returns the number of wrong elements.
     """
 
     stem: str
@@ -120,7 +120,7 @@ class KernelCase:
 
 @contextmanager
 def step_cases(stem: str, nbytes: int, suffix: str, device: str) -> Iterator[list[KernelCase]]:
-    """A step; a step with unscaling, check and clipping; the latter with a GradScaler."""
+    """A step; a step with unscaling, check and clipping; the second one with a GradScaler."""
     scheme = SCHEMES[STEPS[stem]]
     held = 2 * scheme.dtype.itemsize + scheme.master_bytes + 2 * scheme.state_bytes
     count = int(nbytes / held) // UNIT * UNIT
@@ -225,7 +225,7 @@ def codec_case(stem: str, task: CodecTask, nbytes: int, suffix: str, peer_name: 
 
 @contextmanager
 def int8_cases(nbytes: int, suffix: str, device: str) -> Iterator[list[KernelCase]]:
-    """Encoding, decoding, and adding up what peers have encoded."""
+    """Encoding, decoding, and adding up the peers' encoded gradients."""
     codec = pycomm.Int8()
     x = torch.randn(nbytes // 4, device=device)
     task = {task.name: task for task in make_tasks(codec, x)}

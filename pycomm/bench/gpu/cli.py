@@ -1,6 +1,6 @@
 """Measures speed on a GPU as shares of its copy bandwidth, compared with torch and with goals.
 
-``python -m pycomm.bench.gpu --json FILE``. Method and what was reached: docs/performance.md.
+``python -m pycomm.bench.gpu --json FILE``. Method and results: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class KernelRow(ResultRow):
     Attributes:
         bytes: bytes that it must read from and write to device memory.
         time_us: the median.
-        share: the time of a copy of as many bytes, divided by this one's.
-        data_bytes: of the tensors that it works on.
-        floor_us: that time of a copy, of the same rounds.
+        share: `floor_us` divided by `time_us`.
+        data_bytes: bytes of the tensors that it works on.
+        floor_us: the time of a copy of `bytes` bytes in the same rounds.
         p10_us: a tenth of the samples is below it; `p90_us`: above it.
-        wrong: elements; None where tests alone compare.
-        base: the row whose time `over` is a multiple of.
-        peer: another way to the same; `peer_ratio` is its time over ours.
-        goals: each with what was reached.
+        wrong: the number of wrong elements; None if only tests check the results.
+        base: the name of the row with which `over` compares: `over` is this time divided by its.
+        peer: another way to compute the same; `peer_ratio` is its time divided by ours.
+        goals: the goals, each with the figure that was reached.
     """
 
     name: str
@@ -114,7 +114,7 @@ def sets(device: str) -> Iterator[tuple[str, Cases]]:
 def interleave(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
     """Times every call on the device, in microseconds, with a sample of each in every round.
 
-    Each finds in the L2 what the one before has left there, and the order rotates.
+    Each call finds in the L2 what the previous one has left there, and the order rotates.
     """
     for call in calls.values():
         for _ in range(WARM_UP):
@@ -219,7 +219,7 @@ class KernelResults(Results[KernelRow]):
         self.save()
 
     def fail(self, name: str, error: Exception) -> None:
-        """Records the error of a set; the other sets go on."""
+        """Records the error of a set; the other sets continue."""
         self.meta["failed"][name] = f"{type(error).__name__}: {error}"
         self.comment(f"{name} FAILED")
         traceback.print_exc()

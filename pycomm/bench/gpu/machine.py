@@ -23,7 +23,7 @@ def missing() -> str | None:
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """What nvidia-smi prints, or why it prints nothing."""
+    """The output of nvidia-smi, or the reason why there is none."""
     command = ["nvidia-smi", *arguments]
     try:
         done = subprocess.run(

@@ -37,7 +37,7 @@ LIMIT_S = 15.0
 
 
 def ranks_for(gpus: int) -> int:
-    """The number of processes on a machine with so many GPUs."""
+    """The number of processes on a machine with this number of GPUs."""
     return min(gpus, 8) if gpus > 1 else RANKS
 
 

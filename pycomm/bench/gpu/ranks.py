@@ -45,10 +45,10 @@ class Loopback:
         self._world.run(self._on_rank)
 
     def capture(self) -> Loopback:
-        """Makes the call the replay of a graph."""
+        """Captures a graph; from then on the call replays it."""
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.fill()
-        self.enqueue()  # connects, which a capture cannot
+        self.enqueue()  # connects the ranks, which is impossible in a capture
         torch.cuda.synchronize()
         graph = self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="relaxed"):
@@ -57,7 +57,7 @@ class Loopback:
         return self
 
     def replay(self) -> None:
-        """Replays the graph. A graph does not keep its tensors; one who has this method does."""
+        """Replays the graph, which does not keep its tensors; a reference to this method does."""
         assert self._graph is not None
         self._graph.replay()
 
@@ -98,7 +98,7 @@ def moved_bytes(nbytes: int, ranks: int) -> int:
 
 @contextmanager
 def large_cases(device: str, nbytes: int = SIZE) -> Iterator[list[KernelCase]]:
-    """Uncompressed, with int8 (whose slots lie in the L2), and staged, of the same tensors."""
+    """Cases of equal size: uncompressed, with int8 (whose slots lie in the L2), and staged."""
     with pycomm.LocalWorld(RANKS) as world, pycomm.LocalWorld(RANKS, _stage_always=True) as staging:
         staged = Loopback(staging, nbytes // 4, device).capture()
         plain = Loopback(world, nbytes // 4, device).capture()
@@ -131,7 +131,7 @@ def by_torch(tensors: list[torch.Tensor]) -> Call:
 
 @contextmanager
 def small_cases(device: str) -> Iterator[list[KernelCase]]:
-    """A graph of many all-reduces, many replays of a graph of one, and many without a graph."""
+    """Many all-reduces: in one graph, as replays of a graph of one, and without a graph."""
     with pycomm.LocalWorld(RANKS) as world:
         many = Loopback(world, SMALL // 4, device, repeats=SMALL_REPEATS).capture()
         one = Loopback(world, SMALL // 4, device).capture()

@@ -101,7 +101,7 @@ def run(path: str, device: str = "cuda") -> bool:
 
 
 def times_of(rows: list[Row]) -> dict[int, dict[int, dict[str, float]]]:
-    """Times by ranks, bytes and algorithm; those of processes count more than those of threads.
+    """Times by ranks, bytes and algorithm; times of processes replace times of threads.
 
     Raises:
         ValueError: a time is missing.
@@ -142,7 +142,7 @@ def packet_times(rows: list[Row]) -> dict[int, tuple[float, float]]:
 
 
 def table(found: dict[int, int]) -> list[tuple[str, str, str]]:
-    """The table's rows: the most ranks, the most bytes, the algorithm; the first match counts."""
+    """The table's rows: most ranks, most bytes, algorithm; the first row that matches counts."""
     rows = []
     ranks = sorted(found)
     for at, most in enumerate(ranks):
@@ -165,7 +165,7 @@ def best_blocks(rows: list[Row]) -> int | None:
 
 
 def source(stored: dict[str, Any]) -> str:
-    """The CUDA rows as they stand in the source, after a line that says where they come from."""
+    """The source text of the CUDA rows, after a line that says where they come from."""
     lines = [f"    // CUDA: measured in the memory of one {stored['meta']['gpu']['name']}."]
     lines += [
         f"    {{Device::cuda, {ranks}, {nbytes}, Algorithm::{algorithm}}},"
@@ -175,7 +175,7 @@ def source(stored: dict[str, Any]) -> str:
 
 
 def rewrite(text: str, rows: str) -> str:
-    """The source with other CUDA rows."""
+    """The source text with its CUDA rows replaced."""
     changed, count = re.subn(
         r"    // CUDA: [^\n]*\n(    \{Device::cuda, [^\n]*\n)+", lambda _: rows, text
     )

@@ -87,8 +87,8 @@ add_node_mutant(stripes_share_a_slot core/algorithms/stripes.h "owner * piece(),
 add_node_mutant(plain_transfers_share_a_place cpu/internode/stages.h
   "t % kTilesUnderWay * link_.size() + node" "node")
 add_node_mutant(encoded_transfers_share_a_place cpu/internode/stages.cpp "(t % kTilesUnderWay * kUses + " "(")
-add_node_mutant(contribution_is_a_result cpu/internode/stages.cpp "region(t, Use::incoming, m), begin"
-  "region(t, Use::result, m), begin")
+add_node_mutant(contribution_is_a_result cpu/internode/stages.cpp "area(t, Use::incoming, m), begin"
+  "area(t, Use::result, m), begin")
 add_node_mutant(lengths_are_not_waited_for cpu/internode/stages.cpp "link_.wait(link_.post(lengths));"
   "link_.post(lengths);")
 add_node_mutant(topk_selects_from_a_part cpu/internode/aggregate.cpp

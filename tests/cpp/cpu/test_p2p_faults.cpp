@@ -214,17 +214,17 @@ struct Attacked {
 
 void blames_the_sender_of_malformed_frames() {
   const std::vector<std::pair<const char*, std::function<void(Frame&)>>> changes = {
-      {"not one of this group", [](Frame& f) { ++f.context; }},
-      {"of no kind", [](Frame& f) { f.kind = static_cast<FrameKind>(77); }},
-      {"of no kind", [](Frame& f) { f.element = static_cast<Element>(200); }},
-      {"of no kind", [](Frame& f) { f.element = Element::same; }},
+      {"from another group", [](Frame& f) { ++f.context; }},
+      {"unknown kind", [](Frame& f) { f.kind = static_cast<FrameKind>(77); }},
+      {"unknown kind", [](Frame& f) { f.element = static_cast<Element>(200); }},
+      {"unknown kind", [](Frame& f) { f.element = Element::same; }},
       {"impossible size", [](Frame& f) { f.bytes = -1; }},
       {"impossible size", [](Frame& f) { f.bytes = std::int64_t{1} << 62; }},
       {"too long", [](Frame& f) { f.bytes = cpu::p2p::kEagerBytes + 1; }},
-      {"longer than what was sent", [](Frame& f) { f.bytes = 5000; }},
-      {"another one's number", [](Frame& f) { f.message = 3; }},
-      {"part of no message", [](Frame& f) { f.kind = FrameKind::data; }},
-      {"part of no message", [](Frame& f) { f.kind = FrameKind::written; }},
+      {"longer than the bytes that were sent", [](Frame& f) { f.bytes = 5000; }},
+      {"out of order", [](Frame& f) { f.message = 3; }},
+      {"unknown message", [](Frame& f) { f.kind = FrameKind::data; }},
+      {"unknown message", [](Frame& f) { f.kind = FrameKind::written; }},
       {"outside the heap",
        [](Frame& f) {
          f.kind = FrameKind::announce;

@@ -104,7 +104,7 @@ void times_out() {
       [&] { ranks.groups[0]->check(); }, Reason::timeout, 1,
       "rank 1 (pid 0) did not answer within the timeout of the group: rank 0 waited 0.2 s for it");
   fails([&] { ranks.run(1); }, Reason::timeout, 1,
-        "rank 0 waited 0.2 s for this one, rank 1 (pid 0), and gave up before it came");
+        "rank 0 waited 0.2 s for this rank, rank 1 (pid 0), and gave up before it came");
   for (int r = 0; r < 2; ++r) refuses_work(ranks, r);
 }
 

@@ -38,7 +38,7 @@ add_race_mutant(plain "all-reduce" ring_on_a_device_returns_while_it_is_read cor
   "if (zero_copy) comm.wait(right, kUp, signalled);" "")
 
 # In the kernels of compression.
-add_race_mutant(coded "two-shot" draws_before_all_have_read cuda/random_run.cuh "__syncwarp();  // everyone is through with the last ones" "")
+add_race_mutant(coded "two-shot" draws_before_all_have_read cuda/random_run.cuh "__syncwarp();  // all threads have read the previous words" "")
 add_race_mutant(coded "two-shot" reads_random_words_too_early cuda/random_run.cuh "  }
   __syncwarp();" "  }")
 add_race_mutant(coded "two-shot" finds_the_largest_too_early cuda/codecs/loops.cuh

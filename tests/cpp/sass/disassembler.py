@@ -66,7 +66,7 @@ class Disassembler:
 
 
 def get(folder: Path) -> Disassembler:
-    """The programs on PATH, or else those of the package index, which are kept in a folder.
+    """The programs on PATH, or from the package index, which are then kept in a folder.
 
     Raises OSError if they are not to be had.
     """

@@ -88,7 +88,7 @@ class Paths:
                         yield way
 
     def _called(self, name: str) -> Ways:
-        """Those through a function that is called."""
+        """The ways through a function that is called."""
         if name not in self._through:
             flow = self._flows.get(name)
             self._through[name] = {}  # a function that calls itself has none

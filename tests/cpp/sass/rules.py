@@ -63,7 +63,7 @@ def flags(flow: Flow) -> Iterator[tuple[int, int]]:
 def is_fenced(flow: Flow, at: int, index: int, one_device: bool) -> bool:
     """True if no data can be stored after the fence before a flag, or if a fence follows the flag.
 
-    The latter orders the flag before a later access, and publishes nothing.
+    A fence after the flag orders it before a later access, and publishes nothing.
     """
     return _fence_is_next(flow, at, index, one_device) or _fence_is_before(flow, at, index, set())
 

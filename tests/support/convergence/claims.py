@@ -20,11 +20,11 @@ class Verdict:
     """The same runs of several seeds, beside plain DDP's.
 
     Attributes:
-        losses: final ones, by seed.
-        fp32_losses: plain DDP's, by seed.
-        difference: the mean relative one.
-        band: how much of it there may be, to either side.
-        as_claimed: whether it lies in the band, or outside, where something is broken.
+        losses: the final losses, by seed.
+        fp32_losses: plain DDP's final losses, by seed.
+        difference: the mean relative difference.
+        band: the largest allowed difference, to either side.
+        as_claimed: whether the difference lies in the band, or outside if something is broken.
     """
 
     task: str

@@ -1,4 +1,4 @@
-"""A training run, as every rank goes through it, and one that is killed on the way."""
+"""A training run of one rank, and one that is killed and resumed."""
 
 from __future__ import annotations
 

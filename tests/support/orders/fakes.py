@@ -1,4 +1,4 @@
-"""What the code of an agreement uses of the machine, as questions and effects of a run.
+"""Fakes of everything that the code of an agreement uses of the machine, as questions to a run.
 
 Sockets, polls, clocks and Stores have the interface that `pycomm/_runtime` uses, and no more.
 """
@@ -285,7 +285,7 @@ def set_up(
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Gives these to the code instead of the machine's."""
+    """Replaces the machine's modules by these fakes."""
     with contextlib.ExitStack() as patches:
         for module, name, fake in [
             (sockets, "socket", SocketModule()),

@@ -48,12 +48,12 @@ class Scenario:
 
     @property
     def calm(self) -> bool:
-        """True if ranks die at most, so that all that live are to go on."""
+        """True if nothing happens except deaths, so that all live ranks must go on."""
         return not (self.blames or self.excluded or self.absent or self.timeouts)
 
 
 class Life:
-    """The program. For each run, it is called with that."""
+    """The program, which is called for each run."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario

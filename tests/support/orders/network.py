@@ -1,4 +1,4 @@
-"""The network between the ranks, with all that is under way."""
+"""The network between the ranks, with everything that is under way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Broken(AssertionError):
 
 
 class World:
-    """The states of all ranks, and of what is between them.
+    """The states of all ranks and of the network between them.
 
     Attributes:
         points: the state of each rank; None if it has died.
