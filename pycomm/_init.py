@@ -50,6 +50,7 @@ TRANSPORTS = {"auto": 0, "gloo": 1}
 
 _default: Group | None = None
 _default_lock = threading.Lock()
+_over: dict[str, tuple[dist.ProcessGroup, Group]] = {}  # by names of process groups, for hooks
 _joining: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by prefix in the Store
 
 
@@ -111,6 +112,20 @@ def init(
         take_down = rendezvous.take_down_torch_distributed
         _open_groups.after_end(functools.partial(take_down, os.getpid(), dist.group.WORLD))
     process_group = process_group_of(group)
+    return _adopt(
+        _meet(process_group, timeout, staging_bytes, max_blocks, cuda_heap_bytes, transport)
+    )
+
+
+def _meet(
+    process_group: dist.ProcessGroup,
+    timeout: float = DEFAULT_TIMEOUT,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    max_blocks: int = DEFAULT_MAX_BLOCKS,
+    cuda_heap_bytes: int = 0,
+    transport: str = "auto",
+) -> Group:
+    """Makes a group of the ranks of a process group; a collective call. See :func:`init`."""
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("group must contain this process")
@@ -125,8 +140,7 @@ def init(
     with _joining[prefix]:
         members = rendezvous.join(store, rank, size, timeout, introduce, listens=True)
         options = _Options(process_group, rank, members.everyone[rank], timeout, max_blocks)
-        made = _complete(members, range(size), options)
-    return _adopt(made)
+        return _complete(members, range(size), options)
 
 
 def has_nccl(group: dist.ProcessGroup) -> bool:
@@ -295,6 +309,20 @@ def join(address: str | os.PathLike[str], timeout: float | timedelta | None = No
 def default_group() -> Group:
     """Returns the default group; the first use makes it from torch's default group."""
     return _default if _default is not None else init()
+
+
+def group_over(process_group: dist.ProcessGroup | None) -> Group:
+    """The group of a process group's ranks; the first use makes it, in a collective call.
+
+    None and torch.distributed's default process group stand for the default group.
+    """
+    if process_group is None or process_group is dist.group.WORLD:
+        return default_group()
+    name = process_group.group_name  # a later process group may have the name of a destroyed one
+    known = _over.get(name)
+    if known is None or known[0] is not process_group:
+        known = _over[name] = process_group, _meet(process_group)
+    return known[1]
 
 
 def _adopt(made: Group) -> Group:

@@ -7,20 +7,29 @@
     state.register(model)
 
 For ``model.register_comm_hook(state, hook)``, there is also a hook for each kind of state, and
-:func:`comm_hook` accepts every state. A hook never blocks backward, averages in place, and gives
-the same bits on every rank, whatever the buckets. ``backward()`` raises errors with their type.
+:func:`comm_hook` accepts every state. :func:`all_reduce_hook` and :func:`int8_hook` need no state;
+like torch's own hooks they also take a process group or None:
+
+.. code-block:: python
+
+    model.register_comm_hook(None, pycomm.hooks.int8_hook)
+
+A hook never blocks backward, averages in place, and gives the same bits on every rank, whatever the
+buckets. ``backward()`` raises errors with their type.
 """
 
 # DistributedDataParallel compares hooks' annotations as objects: they must not become strings.
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.futures import Future
 
+from pycomm._init import group_over
 from pycomm._names import lazy_names
 from pycomm._runtime.torch_private import GradBucket
 from pycomm._training.comm_state import CommState, NamedParameters
-from pycomm._training.hook_state import HookState, comm_hook
+from pycomm._training.hook_state import HookState, check_bucket, comm_hook
 from pycomm.compression import Int8, TopK
 from pycomm.group import Group
 
@@ -39,6 +48,8 @@ __all__ = [
     "local_sgd_hook",
     "topk_hook",
 ]
+
+S = TypeVar("S", bound=HookState)
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(__name__, {"pycomm._training.local_sgd": ["LocalSGDState"]})
@@ -103,35 +114,59 @@ class TopKState(CommState):
         super().__init__(TopK(density, values=values, momentum=momentum), params, **options)
 
 
-def all_reduce_hook(state: AllReduceState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Averages gradients uncompressed, in rank order, with fp32 sums."""
-    _check_pair("all_reduce_hook", AllReduceState, state)
-    return comm_hook(state, bucket)
+def all_reduce_hook(
+    state: AllReduceState | ProcessGroup | None, bucket: GradBucket
+) -> Future[torch.Tensor]:
+    """Averages gradients uncompressed, in rank order, with fp32 sums.
+
+    Args:
+        state: a state; or a process group whose ranks exchange, None for the default group.
+        bucket: a bucket of gradients.
+    """
+    if _is_stateless(state):
+        check_bucket(bucket)
+        state = AllReduceState(group=group_over(state))
+    return comm_hook(_checked("all_reduce_hook", AllReduceState, state), bucket)
 
 
-def int8_hook(state: Int8State, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Averages gradients as blocks of 8-bit integers."""
-    _check_pair("int8_hook", Int8State, state)
-    return comm_hook(state, bucket)
+def int8_hook(state: Int8State | ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Averages gradients as blocks of 8-bit integers.
+
+    Args:
+        state: a state; or, without error feedback, a process group whose ranks exchange, None for
+            the default group.
+        bucket: a bucket of gradients.
+    """
+    if _is_stateless(state):
+        check_bucket(bucket)
+        state = Int8State(group=group_over(state))
+    return comm_hook(_checked("int8_hook", Int8State, state), bucket)
 
 
 def topk_hook(state: TopKState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Averages the largest gradients of every parameter."""
-    _check_pair("topk_hook", TopKState, state)
-    return comm_hook(state, bucket)
+    return comm_hook(_checked("topk_hook", TopKState, state), bucket)
 
 
 def local_sgd_hook(state: "LocalSGDState", bucket: GradBucket) -> Future[torch.Tensor]:
     """Does not exchange gradients, except in the state's warm-up or in its inner group."""
     from pycomm._training.local_sgd import LocalSGDState
 
-    _check_pair("local_sgd_hook", LocalSGDState, state)
-    return comm_hook(state, bucket)
+    return comm_hook(_checked("local_sgd_hook", LocalSGDState, state), bucket)
 
 
-def _check_pair(hook: str, kind: type[HookState], state: object) -> None:
-    if not isinstance(state, kind):
-        raise TypeError(
-            f"state must be a pycomm.hooks.{kind.__name__} for {hook}, got "
-            f"{type(state).__name__}: state.register(model) picks the hook that fits"
-        )
+def _is_stateless(state: object) -> TypeGuard[ProcessGroup | None]:
+    """True for what torch's own hooks take."""
+    return state is None or isinstance(state, ProcessGroup)
+
+
+def _checked(hook: str, kind: type[S], state: object) -> S:
+    if isinstance(state, kind):
+        return state
+    advice = "state.register(model) picks the hook that fits"
+    if _is_stateless(state):
+        advice = "only all_reduce_hook and int8_hook need no state"
+    raise TypeError(
+        f"state must be a pycomm.hooks.{kind.__name__} for {hook}, got {type(state).__name__}: "
+        f"{advice}"
+    )

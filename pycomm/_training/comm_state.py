@@ -252,7 +252,9 @@ class CommState(HookState):
         self._give_back_dropped()
         if buffer.layout == torch.strided:  # start() refuses other layouts
             rebuilt = not self._planner.knows(buffer, parameters)
-            if rebuilt and self.compression is None:
+            # A copy in another dtype, which another hook has made, lives for a step only.
+            lasts = buffer.dtype == parameters[0].dtype
+            if rebuilt and lasts and self.compression is None:
                 move_into_window(buffer, self.group)
             self._planner.follow_formats(parameters, rebuilt)
         future = self.start(buffer, parameters, backward)

@@ -118,12 +118,17 @@ def comm_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Exchanges gradients as the state does. This hook accepts every state."""
     if not isinstance(state, HookState):
         raise TypeError(f"state must be one of pycomm.hooks, got {type(state).__name__}")
+    check_bucket(bucket)
+    return state.start_in_backward(bucket.buffer(), bucket.parameters())
+
+
+def check_bucket(bucket: object) -> None:
+    """Raises TypeError for what torch's reducer in Python passes to hooks instead of buckets."""
     if not isinstance(bucket, GradBucket):
         raise TypeError(
             f"bucket must be a torch.distributed.GradBucket, got {type(bucket).__name__}: hooks "
             "need DistributedDataParallel's own reducer"
         )
-    return state.start_in_backward(bucket.buffer(), bucket.parameters())
 
 
 # Moves the buckets of DistributedDataParallel into the window.

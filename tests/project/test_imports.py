@@ -51,7 +51,7 @@ model(torch.ones(1, 3)).sum().backward()
 assert state.step == 1
 """,
         35,
-        7_500,
+        7_600,
     ),
     "wrapper": (
         ONE_RANK

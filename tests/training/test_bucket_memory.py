@@ -8,6 +8,7 @@ import helpers
 import pytest
 import torch
 from ddp import Reference, Watched
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
@@ -48,6 +49,25 @@ def test_buckets_and_gradients_that_are_views_lie_in_the_window(views):
 def test_compressed_buckets_stay_as_their_exchange_copies_them_anyway():
     for _, buckets, _ in helpers.run_group(2, train, pycomm.Int8()):
         assert buckets == [{False}] * STEPS
+
+
+def wrapped_in_16_bits(group):
+    model, state = DistributedDataParallel(ddp.Given()), hooks.AllReduceState()
+    seen = []
+
+    def inner(state, bucket):
+        future = hooks.all_reduce_hook(state, bucket)
+        seen.append((bucket.buffer().dtype, in_window(group, [bucket.buffer()])))
+        return future
+
+    model.register_comm_hook(state, fp16_compress_wrapper(inner))
+    for step in range(STEPS):
+        model(ddp.gradients(model, group.rank, step)).backward()
+    assert set(map(str, seen)) == {str((torch.float16, {False}))}
+
+
+def test_copies_that_another_hook_has_made_for_a_step_stay():
+    helpers.run_group(2, wrapped_in_16_bits)
 
 
 def train_alone(group):

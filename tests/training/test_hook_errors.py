@@ -139,7 +139,7 @@ def with_a_wrong_state(group):
         (int8, hooks.all_reduce_hook, "AllReduceState for all_reduce_hook, got Int8State"),
         (local, hooks.all_reduce_hook, "AllReduceState for all_reduce_hook, got LocalSGDState"),
         (dense, hooks.local_sgd_hook, "LocalSGDState for local_sgd_hook, got AllReduceState"),
-        (None, hooks.int8_hook, "Int8State for int8_hook, got NoneType"),
+        ("int8", hooks.int8_hook, "Int8State for int8_hook, got str"),
     ]
     for state, hook, message in wrong:
         hooked = register(model, state, hook)
