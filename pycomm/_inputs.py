@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.utils.data import get_worker_info
-from torch.utils.dlpack import DLDeviceType, from_dlpack
 
 from pycomm import _C
 from pycomm._runtime.torch_private import internal_overlap, local_tensor
@@ -316,7 +315,7 @@ def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, (list, tuple))
 
 
-# Converts arrays of other libraries to tensors that share their memory, and new tensors to arrays.
+# Arrays of other libraries: pycomm/_runtime/arrays.py converts them.
 
 
 def as_tensor(argument: str, value: Any, *, written: bool) -> torch.Tensor:
@@ -324,75 +323,23 @@ def as_tensor(argument: str, value: Any, *, written: bool) -> torch.Tensor:
 
     Args:
         argument: the argument's name.
-        value: a tensor; or an array of NumPy, CuPy or another library, with ``__dlpack__`` or
-            ``__cuda_array_interface__``.
+        value: a tensor, or an array.
         written: the operation writes it, so an array must not be read-only.
     """
     if isinstance(value, torch.Tensor):
         return value
-    if not is_array(value):
-        number = isinstance(value, numbers.Number)
-        raise TypeError(
-            f"{argument} must be a torch.Tensor or an array with __dlpack__, "
-            f"got {type(value).__name__}" + (f": pass torch.tensor({value})" if number else "")
-        )
-    if any(stride < 0 for stride in getattr(value, "strides", None) or ()):
-        raise ValueError(f"{argument} must not have negative strides, which torch lacks")
-    if written and _is_read_only(value):
-        raise ValueError(f"{argument} must be writable, got a read-only array")
-    try:
-        if hasattr(value, "__dlpack__"):
-            return from_dlpack(value)
-        tensor = torch.as_tensor(value, device="cuda")
-    except (BufferError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{argument} must be an array that torch can take: {error}") from error
-    if tensor.numel() and tensor.data_ptr() != value.__cuda_array_interface__["data"][0]:
-        raise ValueError(f"{argument} must lie on the current device, {tensor.device}")
-    return tensor
+    from pycomm._runtime.arrays import to_tensor
 
-
-def is_array(value: Any) -> bool:
-    """True for an array of another library."""
-    return hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
+    return to_tensor(argument, value, written=written)
 
 
 def like_input(given: Any, made: torch.Tensor) -> Any:
     """A new tensor as an array of the library that `given` is from, sharing the memory."""
     if isinstance(given, torch.Tensor):
         return made
-    if hasattr(given, "__array_namespace__"):
-        library = given.__array_namespace__()
-    else:
-        library = sys.modules.get(type(given).__module__.partition(".")[0])
-    convert = getattr(library, "from_dlpack", None)
-    return made if convert is None else convert(_Exported(made))
+    from pycomm._runtime.arrays import to_library_of
 
-
-class _Exported:
-    """A tensor that another library may take without an order of streams.
-
-    The tensor's work is on that library's own stream already (`on_stream_of_arrays()`), and torch
-    refuses some of their streams.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
-        return self._tensor.__dlpack__(stream=-1 if self._tensor.is_cuda else None, **options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._tensor.__dlpack_device__()
-
-
-def _is_read_only(array: Any) -> bool:
-    if not getattr(getattr(array, "flags", None), "writeable", True):
-        return True
-    interface = getattr(array, "__cuda_array_interface__", None)
-    return interface is not None and bool(interface["data"][1])
-
-
-_CUDA_MEMORY = (DLDeviceType.kDLCUDA, DLDeviceType.kDLCUDAManaged)
+    return to_library_of(given, made)
 
 
 def on_stream_of_arrays(function: _Function) -> _Function:
@@ -402,31 +349,19 @@ def on_stream_of_arrays(function: _Function) -> _Function:
     def on_their_stream(*args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
         given += [each for value in given if is_list(value) for each in value]
-        arrays = [value for value in given if _is_on_cuda(value)]
-        if not arrays:
+        others = [value for value in given if not isinstance(value, torch.Tensor)]
+        if not any(map(_is_array, others)):
             return function(*args, **kwargs)
-        from pycomm._runtime.array_streams import on_stream_of
+        from pycomm._runtime.arrays import run_on_their_stream
 
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
-        with on_stream_of(arrays, tensors):
-            made = function(*args, **kwargs)
-        if hasattr(made, "finish_in"):  # a Work
-            made.finish_in(lambda: on_stream_of(arrays, tensors))
-        return made
+        return run_on_their_stream(others, tensors, lambda: function(*args, **kwargs))
 
     return cast("_Function", on_their_stream)
 
 
-def _is_on_cuda(value: Any) -> bool:
-    """True for an array of another library on a CUDA device."""
-    if isinstance(value, torch.Tensor):
-        return False
-    if hasattr(value, "__dlpack_device__"):
-        return int(value.__dlpack_device__()[0]) in (
-            DLDeviceType.kDLCUDA,
-            DLDeviceType.kDLCUDAManaged,
-        )
-    return hasattr(value, "__cuda_array_interface__")
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
 
 
 # Arguments of codecs: what can be encoded, and where it is written.

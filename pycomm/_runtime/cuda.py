@@ -10,7 +10,7 @@ import torch
 from pycomm import _C
 from pycomm._inputs import CODECS, operation_of
 from pycomm._runtime import host
-from pycomm._runtime.array_streams import check_not_captured
+from pycomm._runtime.arrays import check_not_captured
 from pycomm._runtime.log import cuda_made, fallback
 from pycomm._runtime.torch_private import environment, symmetric_handle, symmetric_tensor
 from pycomm._runtime.turns import locked

@@ -210,6 +210,9 @@ def test_graphs_of_cupy_have_collectives(cupy: Any) -> None:
 
 def test_codecs_refuse_graphs_of_cupy(cupy: Any) -> None:
     x = cupy.full(COUNT, 1.0)
-    with captured(cupy), torch.cuda.stream(torch.cuda.ExternalStream(0)):
-        with pytest.raises(RuntimeError, match="torch, which does not know of another library's"):
-            pycomm.Int8().encode(x)
+    with (
+        captured(cupy),
+        torch.cuda.stream(torch.cuda.ExternalStream(0)),
+        pytest.raises(RuntimeError, match="torch, which does not know of another library's"),
+    ):
+        pycomm.Int8().encode(x)
