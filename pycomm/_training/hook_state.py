@@ -116,14 +116,16 @@ class HookState(ABC):
 
 def comm_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Exchanges gradients as the state does. This hook accepts every state."""
-    if not isinstance(state, HookState):
-        raise TypeError(f"state must be one of pycomm.hooks, got {type(state).__name__}")
+    try:
+        start = state.start_in_backward
+    except AttributeError:
+        raise TypeError(f"state must be one of pycomm.hooks, got {type(state).__name__}") from None
     if not isinstance(bucket, GradBucket):
         raise TypeError(
             f"bucket must be a torch.distributed.GradBucket, got {type(bucket).__name__}: hooks "
             "need DistributedDataParallel's own reducer"
         )
-    return state.start_in_backward(bucket.buffer(), bucket.parameters())
+    return start(bucket.buffer(), bucket.parameters())
 
 
 # Moves the buckets of DistributedDataParallel into the window.
