@@ -13,13 +13,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._dynamo import eval_frame
 from torch.autograd import Variable, profiler
 from torch.distributed import distributed_c10d
-from torch.utils import _pytree as pytree
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils import _pytree, checkpoint
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,41 +55,7 @@ _ALWAYS = timedelta(days=365)
 # NCCL's watchdog would end the process after an abort or an error.
 _HARMLESS_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
-__all__ = [
-    "GradBucket",
-    "after_autograd_keys",
-    "backend_of",
-    "backend_that_does_nothing",
-    "backends_of",
-    "backward_id",
-    "backward_node",
-    "before_checkpoints",
-    "correct_shrunk_groups",
-    "fsdp_interfaces",
-    "future_is_set",
-    "init_future",
-    "internal_overlap",
-    "is_traceable_wrapper_subclass",
-    "keep_device_busy",
-    "local_tensor",
-    "new_nccl",
-    "no_dispatch",
-    "no_torch_function",
-    "not_compiled",
-    "profiler_runs",
-    "pytree",
-    "queue_callback",
-    "scale_of",
-    "schema_of",
-    "set_future",
-    "set_timeout",
-    "storage_users",
-    "store_of",
-    "symmetric_handle",
-    "symmetric_tensor",
-    "wrapper_tensor",
-]
-
+pytree = _pytree
 # The number of the backward on this thread; -1 outside of one.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 # The node that autograd executes on this thread, or None.
@@ -111,6 +78,8 @@ no_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorch
 # The __torch_function__ for a subclass that does not override functions.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
+# To be called with a tensor from a weak reference: only C++ may have held it.
+fix_weak_reference: Callable[[torch.Tensor], None] = torch.Tensor._fix_weakref  # type: ignore[attr-defined]
 # The methods of a future, without the calls in Python around them.
 init_future: Callable[[Any, list[torch.device]], None] = torch._C.Future.__init__
 future_is_set: Callable[[Any], bool] = torch._C.Future.done

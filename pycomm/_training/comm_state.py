@@ -170,7 +170,7 @@ class CommState(HookState):
     @property
     def gradient_group(self) -> Group | None:
         """The group that exchanges gradients in this step."""
-        return self.group
+        return self._group or self.group
 
     def options(self) -> dict[str, object]:
         """The options that must be the same on all ranks."""
@@ -279,7 +279,7 @@ class CommState(HookState):
         begin = time.perf_counter()
         if self._stream is not None:
             self._now.time_stream(self._stream)
-        with record_range(self.group, "finish"):
+        with record_range(self._group or self.group, "finish"):
             for flight in flights:
                 flight.wait()
         self._now.waited += time.perf_counter() - begin

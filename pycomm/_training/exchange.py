@@ -427,19 +427,7 @@ class BucketFuture(Future[Any]):
 
 
 class PendingExchange(Work):
-    """One bucket's exchange in one step.
-
-    Args:
-        exchange: the exchange.
-        buffer: the bucket.
-        core: the operations that run; None on CUDA.
-        finish: called after them.
-
-    Attributes:
-        buffer: the bucket.
-        future: completed with the bucket by :meth:`wait`.
-        failures: errors of functions that run after the exchange, with their futures.
-    """
+    """One bucket's exchange in one step; :meth:`wait` completes its future with the bucket."""
 
     _given_back = False
 
@@ -452,6 +440,7 @@ class PendingExchange(Work):
     ) -> None:
         super().__init__(core, exchange.tensors, finish)
         self._exchange, self.buffer = exchange, buffer
+        # Errors of functions that run after the exchange, with their futures.
         self.failures: list[tuple[BucketFuture, Exception]] = []
         self.future = BucketFuture([buffer.device] if buffer.is_cuda else [])
         self.future._flight = weakref.ref(self)

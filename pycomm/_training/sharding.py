@@ -257,13 +257,17 @@ class ShardOptimizer(Strategy):
 
     # A backward.
 
-    def _start(self, bucket: Bucket, number: int) -> None:
+    def send(self, bucket: Bucket, number: int, weighing: WeightedMean | None) -> None:
+        """See :meth:`Strategy.send`."""
+        if self._scatter is None and not self.shards.averages:
+            super().send(bucket, number, weighing)
+            return
+        if weighing is not None:
+            weighing.scale(bucket.flat)
         if self._scatter is not None:
             blocks = self.shards.blocks[id(bucket.parameters[0])]
             start = functools.partial(self._scatter.start, blocks, bucket.parameters)
             self._launch(bucket, number, start)
-        elif not self.shards.averages:
-            super()._start(bucket, number)
 
     def _launch(self, bucket: Bucket, number: int, start: Callable[[], None]) -> None:
         """Starts a bucket that the state does not start itself."""
