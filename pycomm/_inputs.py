@@ -184,7 +184,11 @@ def check_memory(argument: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{argument} must be dense, got {kind}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{argument} must lie on the CPU or a CUDA device, got {tensor.device}")
-    if not _has_memory(tensor):
+    try:
+        has_memory = tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # "... Tensor that doesn't have storage"
+        has_memory = False
+    if not has_memory:
         raise TypeError(
             f"{argument} must have memory, got a tensor without memory: either a torch.func "
             "transform is active, or the tensor's storage has been freed"
@@ -193,13 +197,6 @@ def check_memory(argument: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{argument} must be materialised, got a negated view: call resolve_neg()")
     if tensor.is_conj():
         raise ValueError(f"{argument} must be materialised, got a conjugate: call resolve_conj()")
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.data_ptr() != 0 or tensor.numel() == 0
-    except RuntimeError:  # "... Tensor that doesn't have storage"
-        return False
 
 
 def check_tensor(argument: str, tensor: torch.Tensor) -> None:

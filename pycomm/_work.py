@@ -56,7 +56,9 @@ class Work:
         self._core = core
         self._tensors = tensors
         self._finish = finish
-        self._cause = None if core is None else ranges.launched(core)
+        self._cause: ranges.Open | None = None
+        if core is not None and hasattr(ranges.here, "opened"):
+            self._cause = ranges.launched(core)
         # Given a function that waits, also decides that the operation has succeeded on all ranks.
         self._settle: Callable[[Callable[[], None]], None] | None = None
 
@@ -72,17 +74,14 @@ class Work:
 
     def _complete(self) -> None:
         if self._core is not None:
-            self._wait_for(self._core)
+            if self._cause is None:
+                self._core.wait()
+            else:
+                with self._cause.waiting():
+                    self._core.wait()
         if self._finish is not None:
             self._finish()
             self._finish = None
-
-    def _wait_for(self, core: _C.Work) -> None:
-        if self._cause is None:
-            core.wait()
-        else:
-            with self._cause.waiting():
-                core.wait()
 
     @property
     def nonfinite(self) -> bool:

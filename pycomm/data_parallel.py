@@ -465,11 +465,12 @@ class DataParallel(ModuleProxy):
             return True
         exchange.weighing = None
         if group is not None and (weight is not None or self._joined_steps is not None):
-            exchange.weighing = WeightedMean(1.0 if weight is None else weight, active, group)
-        if exchange.weighing is not None and self._joined_steps is not None:
+            exchange.weighing = WeightedMean(1.0 if weight is None else weight, group)
+        if group is not None and self._joined_steps is not None:
             self._joined_steps += active
             exchange.handshake.expect(active)
-            return exchange.weighing.active_ranks() > 0
+            (some_active,) = largest([active], group)
+            return bool(some_active)
         # A backward that is still to come may need the buffers of its forward.
         waits = exchange.handshake.awaits_backward
         if self._broadcast_buffers and not waits and self._agree_anew():
@@ -572,7 +573,8 @@ def _began(
 ) -> None:
     if (alive := model()) is None:
         return
+    exchange = alive._own_exchange or alive._exchange
     if alive.require_backward_grad_sync:
-        alive._exchange.begin_backward(backward_node(), forward)
+        exchange.begin_backward(backward_node(), forward)
     else:
-        alive._exchange.average()
+        exchange.average()

@@ -73,7 +73,7 @@ class Open:
 
 watches: dict[Member, Watch] = {}  # of traces that are running
 _NOTHING = contextlib.nullcontext()
-_here = threading.local()  # `opened`: this thread's open ranges
+here = threading.local()  # `opened`: this thread's open ranges, once there was one
 
 
 def watched() -> bool:
@@ -104,13 +104,13 @@ def of_calls(launch: Function) -> Function:
 
 
 def launched(work: _C.Work) -> Open | None:
-    """Records that the group's worker runs an operation.
+    """Records that the group's worker runs an operation; only where there was a range before.
 
     Returns:
         The range that has launched it: the innermost one with details, such as a bucket; without
         any, the innermost one.
     """
-    opened: list[Open] | None = getattr(_here, "opened", None)
+    opened: list[Open] = here.opened
     if not opened:
         return None
     launching = next((one for one in reversed(opened) if one.details), opened[-1])
@@ -122,7 +122,7 @@ def launched(work: _C.Work) -> Open | None:
 
 @contextlib.contextmanager
 def _record(opening: Open) -> Iterator[None]:
-    opened: list[Open] = vars(_here).setdefault("opened", [])
+    opened: list[Open] = vars(here).setdefault("opened", [])
     opened.append(opening)
     seen = profiler_runs()
     profiled = torch.autograd.profiler.record_function(f"pycomm:{opening.name}")

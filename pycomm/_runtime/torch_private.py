@@ -13,13 +13,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import GradBucket
-from torch._compile import _disable_dynamo as not_compiled
+from torch._C._distributed_c10d import GradBucket as GradBucket
+from torch._C._dynamo import eval_frame
 from torch.autograd import Variable, profiler
 from torch.distributed import distributed_c10d
-from torch.utils import _pytree as pytree
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils import _pytree, checkpoint
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,42 +50,12 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 # All private parts of torch that pycomm uses.
 
 T = TypeVar("T", bound=torch.Tensor)
+F = TypeVar("F", bound="Callable[..., Any]")
 _ALWAYS = timedelta(days=365)
 # NCCL's watchdog would end the process after an abort or an error.
 _HARMLESS_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
-__all__ = [
-    "GradBucket",
-    "after_autograd_keys",
-    "backend_of",
-    "backend_that_does_nothing",
-    "backends_of",
-    "backward_id",
-    "backward_node",
-    "before_checkpoints",
-    "correct_shrunk_groups",
-    "fsdp_interfaces",
-    "internal_overlap",
-    "is_traceable_wrapper_subclass",
-    "keep_device_busy",
-    "local_tensor",
-    "new_nccl",
-    "no_dispatch",
-    "no_torch_function",
-    "not_compiled",
-    "profiler_runs",
-    "pytree",
-    "queue_callback",
-    "scale_of",
-    "schema_of",
-    "set_timeout",
-    "storage_users",
-    "store_of",
-    "symmetric_handle",
-    "symmetric_tensor",
-    "wrapper_tensor",
-]
-
+pytree = _pytree
 # The number of the backward on this thread; -1 outside of one.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 # The node that autograd executes on this thread, or None.
@@ -93,6 +64,8 @@ backward_node: Callable[[], Any] = torch._C._current_autograd_node
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 # 1 if two elements of a tensor share memory, 0 if none do, 2 if it is not known.
 internal_overlap: Callable[[torch.Tensor], int] = torch._debug_has_internal_overlap
+# True if torch's profiler runs in this process.
+profiler_runs: Callable[[], bool] = functools.partial(getattr, profiler, "_is_profiler_enabled")
 # Makes the current CUDA stream wait for a number of cycles.
 keep_device_busy: Callable[[int], None] = torch.cuda._sleep
 # The Store through which a process group was made.
@@ -105,10 +78,25 @@ no_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorch
 # The __torch_function__ for a subclass that does not override functions.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
+# To be called with a tensor from a weak reference: only C++ may have held it.
+fix_weak_reference: Callable[[torch.Tensor], None] = torch.Tensor._fix_weakref  # type: ignore[attr-defined]
+# The methods of a future, without the calls in Python around them.
+init_future: Callable[[Any, list[torch.device]], None] = torch._C.Future.__init__
+future_is_set: Callable[[Any], bool] = torch._C.Future.done
+set_future: Callable[[Any, Any], None] = torch._C.Future.set_result
 
-def profiler_runs() -> bool:
-    """True if torch's profiler runs in this process."""
-    return profiler._is_profiler_enabled
+
+def not_compiled(function: F) -> F:
+    """Decorates a function that torch.compile leaves alone, with all that it calls.
+
+    torch.compiler.disable() would add four calls in Python to each call. Functions that share this
+    one's code, such as others with the same decorator, are left alone, too.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    marks = {"_torchdynamo_disable": True, "_torchdynamo_disable_recursive": True}
+    vars(function).update(marks, _torchdynamo_disable_msg=None)  # where a caller is compiled
+    return function
 
 
 def backend_that_does_nothing() -> str:

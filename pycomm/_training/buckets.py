@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NoReturn
 
 import torch
 
-from pycomm._training.flat import Layout, Place, put
-from pycomm._work import Work
-from pycomm.collectives import all_reduce, broadcast
+from pycomm._training.flat import Layout, Place
+from pycomm.collectives import broadcast
 from pycomm.group import Group
 
 _MIB = 1 << 20
@@ -34,7 +34,8 @@ class Bucket:
         self.parameters = list(parameters)
         self.ids = set(map(id, parameters))
         first, last = places[0], places[-1]
-        self._piece = first.piece
+        self._piece, kind = first.piece, first.piece.kind
+        self._gradient_kind = torch.strided, kind.grad_dtype, kind.device
         end = last.offset + self.parameters[-1].numel()
         self.flat = first.piece.gradients[first.offset : end]
         self.begins = [place.offset - first.offset for place in places]
@@ -66,18 +67,24 @@ class Bucket:
 
     def put(self, parameter: torch.Tensor) -> None:
         """Moves a gradient into the bucket. A missing one counts as zeros and stays missing."""
-        view, gradient, kind = self._views[id(parameter)], parameter.grad, self._piece.kind
-        if gradient is not None and gradient.layout != torch.strided:
-            raise ValueError(f"gradients must be dense, got one of layout {gradient.layout}")
-        wanted = kind.grad_dtype, kind.device
-        if gradient is not None and (gradient.dtype, gradient.device) != wanted:
-            raise ValueError(
-                f"gradients must be {wanted[0]} on {wanted[1]}, as when the module was wrapped, "
-                f"got {gradient.dtype} on {gradient.device}: wrap it anew"
-            )
+        view, gradient = self._views[id(parameter)], parameter.grad
+        if gradient is not None:
+            kind = gradient.layout, gradient.dtype, gradient.device
+            if kind != self._gradient_kind:
+                self._refuse(*kind)
         if not view.is_meta:  # else it is moved when the bucket is sent
-            put(parameter, view, self._piece)
+            self._piece.put(parameter, view)
         self.waiting.discard(id(parameter))
+
+    def _refuse(self, layout: torch.layout, dtype: torch.dtype, device: torch.device) -> NoReturn:
+        """Raises ValueError for a gradient of this kind."""
+        wanted, of_dtype, on_device = self._gradient_kind
+        if layout != wanted:
+            raise ValueError(f"gradients must be dense, got one of layout {layout}")
+        raise ValueError(
+            f"gradients must be {of_dtype} on {on_device}, as when the module was wrapped, "
+            f"got {dtype} on {device}: wrap it anew"
+        )
 
     def adopt(self, parameter: torch.Tensor) -> None:
         """Makes the bucket's values the parameter's gradient."""
@@ -208,33 +215,29 @@ def gradient_memory(
 
 
 class WeightedMean:
-    """Exchanges the sum of all ranks' weights, and applies this rank's weight."""
+    """This rank's weight.
 
-    def __init__(self, weight: float, active: bool, group: Group) -> None:
+    Attributes:
+        weight: the weight.
+        total: the sum of all ranks' weights, which the announcement of an exchange brings.
+    """
+
+    def __init__(self, weight: float, group: Group) -> None:
         if not (weight >= 0 and math.isfinite(weight)):
             raise ValueError(f"weight must be finite and not negative, got {weight}")
-        self._weight = float(weight)
+        self.weight, self.total = float(weight), 0.0
         self._size = group.size
-        self._sums = torch.tensor([self._weight, active], dtype=torch.float64, device="cpu")
-        self._work: Work = all_reduce(self._sums, "sum", group=group, async_op=True)
 
     @property
     def is_zero(self) -> bool:
         """True if this rank's weight is 0."""
-        return self._weight == 0
-
-    def active_ranks(self) -> int:
-        """The number of ranks that still have batches."""
-        self._work.wait()
-        return int(self._sums[1])
+        return self.weight == 0
 
     def scale(self, gradients: torch.Tensor) -> None:
         """Scales gradients so that their mean is the weighted one. Weight 0 zeroes even NaN."""
-        self._work.wait()
-        total = float(self._sums[0])
-        if total == 0:
+        if self.total == 0:
             raise ValueError("weight must be positive on some rank, got 0 on all")
         if self.is_zero:
             gradients.zero_()
         else:
-            gradients.mul_(self._weight * self._size / total)
+            gradients.mul_(self.weight * self._size / self.total)

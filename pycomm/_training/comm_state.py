@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,11 @@ from pycomm._runtime.ranges import record_range
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled, scale_of
 from pycomm._training.exchange import (
     BucketExchange,
-    BucketFuture,
     PendingExchange,
     PendingExchanges,
     Planner,
     StepStatistics,
     dense_wire_bytes,
-    launching,
 )
 from pycomm._training.hook_state import HookState, move_into_window
 from pycomm._training.parameters import (
@@ -34,7 +33,6 @@ from pycomm._training.parameters import (
     common_parameters,
 )
 from pycomm._training.residuals import FORMAT, residuals_for
-from pycomm._work import Work
 from pycomm.collectives import all_gather
 from pycomm.compression import Cast, Compression, Identity, Int8
 from pycomm.errors import PycommError
@@ -172,7 +170,7 @@ class CommState(HookState):
     @property
     def gradient_group(self) -> Group | None:
         """The group that exchanges gradients in this step."""
-        return self.group
+        return self._group or self.group
 
     def options(self) -> dict[str, object]:
         """The options that must be the same on all ranks."""
@@ -221,22 +219,21 @@ class CommState(HookState):
         """
         check_memory("gradients", buffer)
         key = (buffer.data_ptr(), *map(id, parameters))
-        group, seen = self.group, self._now.parameters
+        group, seen = self._group or self.group, self._now.parameters
         if not seen or not seen.isdisjoint(key[1:]):
             self._begin_step(buffer.device, group)
-        step = self.step - 1 - self._warmup_steps
+        now, step = self._now, self.step - 1 - self._warmup_steps
         exchange = self._planner.exchange_of(
-            key, buffer, parameters, begins, step, self._now.scale, group
+            key, buffer, parameters, begins, step, now.scale, group
         )
-        self._now.parameters.update(key[1:])
-        number = len(self._now.flights)
+        now.parameters.update(key[1:])
+        launch = functools.partial(self._launch, exchange, buffer, group)
         try:
-            with launching(group, number, buffer, parameters, self._parameters):
-                flight = self._launch(exchange, buffer, group)
+            flight = exchange.names.launch(group, len(now.flights), launch)
         except PycommError:
             self.finish(backward)  # raises the error that caused this one, if there is one
             raise
-        self._now.flights.append(flight)
+        now.flights.append(flight)
         self._flying.add(backward, flight)
         return flight.future
 
@@ -249,20 +246,31 @@ class CommState(HookState):
         If backward has ended already, as in the first iteration of a static graph, this waits.
         """
         backward = backward_id()
-        self._give_back_dropped()
+        ends = self._flying.ends
+        begins = backward not in ends
+        if begins and ends:
+            self._give_back_dropped()
         if buffer.layout == torch.strided:  # start() refuses other layouts
-            rebuilt = not self._planner.knows(buffer, parameters)
-            # A copy in another dtype, which another hook has made, lives for a step only.
-            lasts = buffer.dtype == parameters[0].dtype
-            if rebuilt and lasts and self.compression is None:
-                move_into_window(buffer, self.group)
-            self._planner.follow_formats(parameters, rebuilt)
+            known = self._planner.made.get((buffer.data_ptr(), *map(id, parameters)))
+            strides = list(map(torch.Tensor.stride, parameters))
+            if known is None or known[1].strides != strides:
+                self._take_bucket(buffer, parameters, rebuilt=known is None)
         future = self.start(buffer, parameters, backward)
         if backward_node() is None:
             self.finish(backward)
-        else:
+        elif begins:
             self._flying.wait_in_end(backward, self.finish)
         return future
+
+    def _take_bucket(
+        self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], rebuilt: bool
+    ) -> None:
+        """Prepares for a bucket that is new, or whose parameters have other memory formats."""
+        # A copy in another dtype, which another hook has made, lives for a step only.
+        lasts = buffer.dtype == parameters[0].dtype
+        if rebuilt and lasts and self.compression is None:
+            move_into_window(buffer, self.group)
+        self._planner.follow_formats(parameters, rebuilt)
 
     @not_compiled
     def finish(self, backward: int = -1) -> None:
@@ -273,7 +281,7 @@ class CommState(HookState):
         begin = time.perf_counter()
         if self._stream is not None:
             self._now.time_stream(self._stream)
-        with record_range(self.group, "finish"):
+        with record_range(self._group or self.group, "finish"):
             for flight in flights:
                 flight.wait()
         self._now.waited += time.perf_counter() - begin
@@ -393,7 +401,7 @@ class CommState(HookState):
 
     def intervals(self) -> list[tuple[int, float, float]]:
         """Bytes, start and end (by ``perf_counter``) of the last step's exchanges on the CPU."""
-        return [(f.buffer.nbytes, *f.work.interval()) for f in self._now.flights]
+        return [(f.buffer.nbytes, *f.interval()) for f in self._now.flights]
 
     def residual(self, name: str) -> torch.Tensor:
         """The residual of a parameter: an fp32 view in the parameter's shape, unscaled."""
@@ -507,23 +515,28 @@ class CommState(HookState):
         if not self._placed:
             self._residuals.to(torch.device("cpu") if group._exchanges_on_host(device) else device)
             self._placed = True
-        scale = self._scale.read(group)
-        self._residuals.settle(scale)
+        if (scale := self._scale.read(group)) is not None:
+            self._residuals.settle(scale)
         self._exposed_before += self._now.exposed()
         self._now = StepStatistics(scale)
         self._flying.clear()  # of backwards that never ended
         self.step += 1
-        if self.step > self._warmup_steps:
+        if scale is not None and self.step > self._warmup_steps:
             self._residuals.begin_step(scale)
 
     def _launch(
         self, exchange: BucketExchange, buffer: torch.Tensor, group: Group
     ) -> PendingExchange:
-        step = self.step - 1
+        step, stand_in, finish = self.step - 1, exchange.stand_in, None
+        if stand_in is not None:
+            from pycomm._runtime.cuda import fetch
+
+            fetch(stand_in)
+            finish = stand_in.put_back
+        if buffer.is_cpu or stand_in is not None:
+            core = exchange.on_host.submit(group._core, step)
+            return PendingExchange(exchange, buffer, core, finish)
         device = buffer.device
-        future = BucketFuture([device] if buffer.is_cuda else None)
-        if buffer.is_cpu or exchange.stand_in is not None:
-            return PendingExchange(exchange, exchange.submit(step, group), future, buffer)
         spans = group._spans(device)
         if not spans and group._cuda_side(device).shares_device and backward_id() >= 0:
             raise ValueError(
@@ -536,8 +549,9 @@ class CommState(HookState):
         with torch.cuda.stream(self._stream):
             exchange.enqueue(step, group, device)
             buffer.record_stream(self._stream)
-            future.set_result(buffer)
-        return PendingExchange(exchange, Work(None, (), group.check), future, buffer)
+            flight = PendingExchange(exchange, buffer, None, group.check)
+            flight.future.set_result(buffer)
+        return flight
 
 
 def _kind(compression: Compression | None) -> str:

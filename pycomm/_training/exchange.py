@@ -10,10 +10,10 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.futures import Future
@@ -21,8 +21,8 @@ from torch.futures import Future
 from pycomm import _C
 from pycomm._inputs import check_compressible, operation_of
 from pycomm._runtime.log import operations
-from pycomm._runtime.ranges import record_range
-from pycomm._runtime.torch_private import queue_callback
+from pycomm._runtime.ranges import record_range, watched
+from pycomm._runtime.torch_private import future_is_set, init_future, queue_callback, set_future
 from pycomm._training.parameters import Entry, Parameters
 from pycomm._work import Work
 from pycomm.errors import PycommError
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from pycomm.group import Group
 
     StepFlow = Callable[[NodeTopology, int], object]  # runs an operation over NCCL at a step
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,26 @@ class BucketExchange:
     Args:
         parts: the operations, in their order.
         stand_in: host memory for the bucket, if the group exchanges through it.
+        names: the bucket in traces, records and errors.
+        strides: the parameters' strides.
 
     Attributes:
         wire_bytes: the sum over all parts.
-        stand_in: host memory for the bucket, if the group exchanges through it.
+        tensors: all tensors that must stay alive until the operations have run.
+        stand_in, names, strides: as given.
     """
 
-    def __init__(self, parts: Sequence[BucketOperation], stand_in: HostMirror | None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[BucketOperation],
+        stand_in: HostMirror | None,
+        names: BucketNames,
+        strides: Sequence[tuple[int, ...]],
+    ) -> None:
         self._parts = parts
-        self.stand_in = stand_in
+        self.stand_in, self.names, self.strides = stand_in, names, strides
         self.wire_bytes = sum(part.wire_bytes for part in parts)
+        self.tensors = tuple(tensor for part in parts for tensor in part.tensors)
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -88,30 +100,18 @@ class BucketExchange:
         return calls
 
     @cached_property
-    def _core(self) -> _C.Exchange:
+    def on_host(self) -> _C.Exchange:
+        """The operations, for the group's worker."""
         return _C.Exchange(self._calls)
-
-    @cached_property
-    def _tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor for part in self._parts for tensor in part.tensors)
-
-    def submit(self, step: int, group: Group) -> Work:
-        """Hands the operations to the group's worker."""
-        if self.stand_in is None:
-            return Work(self._core.submit(group._core, step), self._tensors)
-        from pycomm._runtime.cuda import fetch
-
-        fetch(self.stand_in)
-        return Work(self._core.submit(group._core, step), self._tensors, self.stand_in.put_back)
 
     def enqueue(self, step: int, group: Group, device: torch.device) -> None:
         """Enqueues the operations on the current stream."""
         if (span := group._span) is not None:
-            span.enqueue(device, lambda: self._run_flows(span, device, step), self._tensors)
+            span.enqueue(device, lambda: self._run_flows(span, device, step), self.tensors)
             return
         for call in self._calls:
             call.set_step(step)
-        group._cuda_side(device).run_bucket(self._calls, self._tensors)
+        group._cuda_side(device).run_bucket(self._calls, self.tensors)
 
     def _run_flows(self, span: InternodeProcessGroups, device: torch.device, step: int) -> None:
         from pycomm._nccl.collectives import NodeTopology
@@ -163,6 +163,10 @@ class Planner:
         parameters: the model's parameters.
         residuals: their residuals.
         tag: a number that distinguishes these exchanges from others on the group.
+
+    Attributes:
+        made: by a bucket's address and its parameters' ids: phase, the scale's address, the
+            bucket's dtype and number of elements; and the exchange.
     """
 
     def __init__(
@@ -176,9 +180,7 @@ class Planner:
         self._parameters = parameters
         self._residuals = residuals
         self._tag = tag
-        # By a bucket's address and parameters: phase, the scale's address, the bucket's dtype and
-        # number of elements, and the exchange.
-        self._made: dict[tuple[int, ...], tuple[tuple[object, ...], BucketExchange]] = {}
+        self.made: dict[tuple[int, ...], tuple[tuple[object, ...], BucketExchange]] = {}
         self._planned: set[int] = set()  # parameters that have been in a bucket
 
     def exchange_of(
@@ -208,13 +210,13 @@ class Planner:
         phase = max(-1, min(step, getattr(self._compression, "density_steps", 0)))
         scaled = 0 if scale is None else scale.data_ptr()
         state = (phase, scaled, buffer.dtype, buffer.numel())
-        found = self._made.get(key)
+        found = self.made.get(key)
         if found is not None and found[0] == state:
             return found[1]
         if found is None:  # DDP has new buckets: free the old ones' memory
             ids = set(key[1:])
-            for old in [k for k in self._made if not ids.isdisjoint(k[1:])]:
-                del self._made[old]
+            for old in [k for k in self.made if not ids.isdisjoint(k[1:])]:
+                del self.made[old]
         entries = self._parameters.of(parameters)
         if begins is None:
             begins = list(itertools.accumulate((e.numel for e in entries[:-1]), initial=0))
@@ -226,7 +228,9 @@ class Planner:
             stand_in = HostMirror(buffer)
         flat = buffer if stand_in is None else stand_in.host
         parts = self._parts(flat, entries, begins, step, scale, group)
-        exchange = BucketExchange(parts, stand_in)
+        names = BucketNames(self._parameters, buffer, parameters)
+        strides = [parameter.stride() for parameter in parameters]
+        exchange = BucketExchange(parts, stand_in, names, strides)
         operations.debug(
             "rank %d: bucket of %d bytes, %s: %d operations, %s, at most %d bytes in",
             group.rank,
@@ -236,12 +240,8 @@ class Planner:
             self._compression if step >= 0 else None,
             exchange.wire_bytes,
         )
-        self._made[key] = (state, exchange)
+        self.made[key] = (state, exchange)
         return exchange
-
-    def knows(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
-        """True if the bucket has an exchange already."""
-        return (buffer.data_ptr(), *map(id, parameters)) in self._made
 
     def follow_formats(self, parameters: Sequence[torch.Tensor], rebuilt: bool) -> None:
         """Adapts residuals to new memory formats, or raises if the bucket has the old formats.
@@ -251,7 +251,7 @@ class Planner:
 
         Args:
             parameters: the parameters of the bucket.
-            rebuilt: True if the bucket is new; see :meth:`knows`.
+            rebuilt: True if the bucket is new.
         """
         entries = self._parameters.of(parameters)
         for parameter, entry in zip(parameters, entries, strict=True):
@@ -383,30 +383,27 @@ class BucketFuture(Future[Any]):
 
     _flight: weakref.ref[PendingExchange] | None = None
 
-    def __init__(self, devices: list[int | str | torch.device] | None = None) -> None:
-        super().__init__(devices=devices)
+    has_follower = False  # True if another future takes the errors
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        init_future(self, devices)
         self._devices = devices
-        self.has_follower = False  # True if another future takes the errors
 
     def follow(self, flight: PendingExchange) -> None:
         """Makes waits for this future wait for the exchange."""
         self._flight = weakref.ref(flight)
 
-    def is_set(self) -> bool:
-        """True if there is a result."""
-        return bool(super().done())
-
     def done(self) -> bool:
         """True if the exchange has ended; see :meth:`torch.futures.Future.done`."""
         flight = self._flight and self._flight()
-        if flight and flight.work.is_completed() and not self.is_set():
+        if flight and flight.is_completed() and not future_is_set(self):
             flight.wait()
-        return self.is_set()
+        return future_is_set(self)
 
     def wait(self) -> Any:
         """See :meth:`torch.futures.Future.wait`; raises the error of the exchange."""
         flight = self._flight and self._flight()
-        if flight and not self.is_set():
+        if flight and not future_is_set(self):
             flight.wait()
         return super().wait()
 
@@ -429,41 +426,49 @@ class BucketFuture(Future[Any]):
         return following
 
 
-@dataclass
-class PendingExchange:
-    """One bucket's exchange in one step."""
+class PendingExchange(Work):
+    """One bucket's exchange in one step; :meth:`wait` completes its future with the bucket."""
 
-    exchange: BucketExchange
-    work: Work
-    future: BucketFuture
-    buffer: torch.Tensor
-    given_back: bool = False
-    # Errors of functions that run after the exchange, with their futures.
-    failures: list[tuple[BucketFuture, Exception]] = field(default_factory=list)
+    _given_back = False
 
-    def __post_init__(self) -> None:
-        self.future.follow(self)
+    def __init__(
+        self,
+        exchange: BucketExchange,
+        buffer: torch.Tensor,
+        core: _C.Work | None,
+        finish: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(core, exchange.tensors, finish)
+        self._exchange, self.buffer = exchange, buffer
+        # Errors of functions that run after the exchange, with their futures.
+        self.failures: list[tuple[BucketFuture, Exception]] = []
+        self.future = BucketFuture([buffer.device] if buffer.is_cuda else [])
+        self.future._flight = weakref.ref(self)
 
     def give_back(self) -> None:
         """Adds the unused means to residuals, once."""
-        if not self.given_back:
-            self.given_back = True
-            self.exchange.give_back()
+        if not self._given_back:
+            self._given_back = True
+            self._exchange.give_back()
+
+    def land(self) -> None:
+        """Waits until the operations have run, and raises their error."""
+        self._complete()
 
     def wait(self) -> None:
-        """Waits for the exchange, and raises its error if it failed."""
-        self.work.wait()
-        if self.future.is_set():
+        """Waits for the exchange, completes the future, and raises the error if one failed."""
+        self._complete()
+        if future_is_set(self.future):
             Future.wait(self.future)  # on CUDA only the current stream waits
         else:
-            self.future.set_result(self.buffer)
+            set_future(self.future, self.buffer)
         for future, error in self.failures:
             if not future.has_follower:
                 raise error
 
     def wire_bytes(self) -> int:
         """Bytes that this rank has moved; on CUDA, an upper bound."""
-        return self.work.moved() or self.exchange.wire_bytes
+        return self.moved() or self._exchange.wire_bytes
 
 
 class PendingExchanges:
@@ -471,11 +476,14 @@ class PendingExchanges:
 
     A backward that raises drops its final callbacks without calling them. This distinguishes it
     from an outer backward that still runs, as with reentrant checkpoints.
+
+    Attributes:
+        ends: the final callbacks of backwards, by their numbers.
     """
 
     def __init__(self) -> None:
         self._of: dict[int, list[PendingExchange]] = {}
-        self._ends: dict[int, weakref.ref[functools.partial[None]]] = {}
+        self.ends: dict[int, weakref.ref[functools.partial[None]]] = {}
 
     def add(self, backward: int, flight: PendingExchange) -> None:
         """Adds an exchange."""
@@ -483,51 +491,58 @@ class PendingExchanges:
 
     def wait_in_end(self, backward: int, finish: Callable[[int], None]) -> None:
         """Makes the running backward, number `backward`, call ``finish(backward)`` at its end."""
-        if backward not in self._ends:
-            end = functools.partial(finish, backward)
-            self._ends[backward] = weakref.ref(end)
-            queue_callback(end)
+        end = functools.partial(finish, backward)
+        self.ends[backward] = weakref.ref(end)
+        queue_callback(end)
 
     def take(self, backward: int) -> list[PendingExchange]:
         """Removes and returns the exchanges of a backward, to be waited for."""
-        self._ends.pop(backward, None)
+        self.ends.pop(backward, None)
         return self._of.pop(backward, [])
 
     def take_dropped(self) -> list[PendingExchange]:
         """Removes and returns the exchanges of backwards that have raised."""
-        raised = [backward for backward, end in self._ends.items() if end() is None]
-        return [flight for backward in raised for flight in self.take(backward)] if raised else []
+        raised = [backward for backward, end in self.ends.items() if end() is None]
+        return [flight for backward in raised for flight in self.take(backward)]
 
     def clear(self) -> None:
         """Removes all exchanges."""
         self._of.clear()
-        self._ends.clear()
+        self.ends.clear()
 
 
 # The launch of a bucket's exchange, with its description for traces, records and errors.
 
 
-@contextlib.contextmanager
-def launching(
-    group: Group,
-    number: int,
-    bucket: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
-    model: Parameters,
-) -> Iterator[None]:
-    """Surrounds the launch of a bucket's exchange on `group`.
+class BucketNames:
+    """A bucket as traces, records and errors name it.
 
-    Traces show it as a range, and records and errors of its operations name the parameters.
+    Args:
+        model: the model's parameters.
+        bucket: the bucket.
+        parameters: the parameters of its gradients.
     """
-    core = group._core
-    core.subject = model.subject(parameters)
-    try:
-        with record_range(
-            group, f"bucket {number}", functools.partial(model.describe, bucket, parameters)
-        ):
-            yield
-    finally:
-        core.subject = ""
+
+    def __init__(
+        self, model: Parameters, bucket: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self._subject = model.subject(parameters)
+        self._details = functools.partial(model.describe, bucket, parameters)
+
+    def launch(self, group: Group, number: int, start: Callable[[], T]) -> T:
+        """Calls a function that launches the bucket's operations on `group`.
+
+        Traces show the call as a range, and records and errors name the parameters.
+        """
+        core = group._core
+        core.subject = self._subject
+        try:
+            if not watched():
+                return start()
+            with record_range(group, f"bucket {number}", self._details):
+                return start()
+        finally:
+            core.subject = ""
 
 
 # Statistics of a training step, with the time for which backward has waited.
@@ -561,7 +576,7 @@ class StepStatistics:
         """Waits until all exchanges have succeeded or failed, and none uses memory."""
         for flight in self.flights:
             with contextlib.suppress(PycommError):
-                flight.work.wait()
+                flight.land()
 
     def give_back(self) -> None:
         """Adds the unused means to residuals, so that nothing is lost."""
@@ -576,7 +591,7 @@ class StepStatistics:
         landed, failed = [], self.undecided
         for flight in self.flights:
             try:
-                flight.work.wait()
+                flight.land()
             except PycommError:
                 failed = True
             else:

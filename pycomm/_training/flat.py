@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
-from torch.utils.weak import TensorWeakRef
 
 from pycomm._runtime.host import huge_page_zeros
-from pycomm._runtime.torch_private import not_compiled
+from pycomm._runtime.torch_private import fix_weak_reference, not_compiled
 from pycomm._training.parameters import dense_strides, known_of, record_of
 
 ALIGN = 64  # elements: places begin at whole cache lines in every type, 8-bit states included
@@ -44,27 +43,44 @@ class Piece:
         self.kind = kind
         self.gradients = gradients
         self.parameters: torch.Tensor | None = None
-        self._given: dict[int, TensorWeakRef] = {}  # gradients that lie here, by address
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # gradients here, by address
 
     def give(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Makes the values in `view` the parameter's gradient."""
         # A tensor of its own, because module.to() changes a gradient's data.
         gradient = view.data
         parameter.grad = gradient
-        self._given[view.data_ptr()] = TensorWeakRef(gradient)
+        self._given[view.data_ptr()] = weakref.ref(gradient)
 
-    def evict_user_grad(self, address: int) -> None:
-        """Moves away a gradient that the user has kept, before its memory is overwritten."""
+    def put(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        """Moves a gradient to `view`. A missing one counts as zeros, and ``grad`` stays None."""
+        gradient, address = parameter.grad, view.data_ptr()
+        if gradient is not None and gradient.data_ptr() == address:
+            return
         last = self._given.pop(address, None)
-        kept: torch.Tensor | None = last() if last is not None else None
-        if kept is not None and kept.data_ptr() == address:
-            kept.data = kept.detach().clone()
+        if last is not None and last() is not None:
+            _evict(last, address)
+        if gradient is None:
+            view.zero_()
+        else:
+            view.copy_(gradient.detach())
+            self.give(parameter, view)
 
     def clear(self) -> None:
         """Zeroes the memory of all gradients; gradients that the user holds move out first."""
-        for address in list(self._given):
-            self.evict_user_grad(address)
+        for address, given in self._given.items():
+            _evict(given, address)
+        self._given.clear()
         self.gradients.zero_()
+
+
+def _evict(given: weakref.ref[torch.Tensor], address: int) -> None:
+    """Moves away a gradient that the user has kept, before its memory is overwritten."""
+    if (kept := given()) is None:
+        return
+    fix_weak_reference(kept)
+    if kept.data_ptr() == address:
+        kept.data = kept.detach().clone()
 
 
 class Place(NamedTuple):
@@ -227,18 +243,6 @@ def place_of(parameter: torch.Tensor) -> Place | None:
     return place if place is not None and place.piece.kind == kind_of(parameter) else None
 
 
-def put(parameter: torch.Tensor, view: torch.Tensor, piece: Piece) -> None:
-    """Moves a gradient to `view`. A missing one counts as zeros, and ``grad`` stays None."""
-    gradient, address = parameter.grad, view.data_ptr()
-    if gradient is None:
-        piece.evict_user_grad(address)
-        view.zero_()
-    elif gradient.data_ptr() != address:
-        piece.evict_user_grad(address)
-        view.copy_(gradient.detach())
-        piece.give(parameter, view)
-
-
 @not_compiled
 def settle(parameter: torch.Tensor) -> None:
     """Moves a flattened parameter's gradient into its place, if it can lie there.
@@ -252,4 +256,4 @@ def settle(parameter: torch.Tensor) -> None:
     if buffer.is_meta:
         return
     if gradient.layout == torch.strided and gradient.dtype == buffer.dtype:
-        put(parameter, home.of(buffer, parameter), home.piece)
+        home.piece.put(parameter, home.of(buffer, parameter))

@@ -5,6 +5,10 @@ announces it. If a rank starts another forward while its promise is open, it tak
 announcement. If other ranks have announced an exchange, this rank's backward must have raised. If
 none has, there are several forwards before one backward.
 
+The announcement is one small sum over all ranks, in this order: how many announce an exchange, how
+many have averages of an earlier backward that come first, and the weights, if ranks have weights.
+After the exchange, a second operation compares what ranks have done in backward.
+
     IDLE      -> PROMISED   a forward records gradients, or a block in no_sync() has raised
     IDLE      -> BACKWARD   a gradient comes, or this rank takes part in the others' exchange
     PROMISED  -> BACKWARD   the same
@@ -27,6 +31,7 @@ from pycomm._work import Work
 from pycomm.collectives import all_reduce
 
 if TYPE_CHECKING:
+    from pycomm._training.buckets import WeightedMean
     from pycomm.group import Group
 
 
@@ -54,7 +59,7 @@ class BackwardHandshake:
         self._left: set[int] = set()  # forwards before the last exchange that got no backward
         self._entered: set[int | None] = set()  # forwards that the running backward has passed
         self._taken: set[int] = set()  # forwards whose exchange another backward has used up
-        self._announced = 0  # 1 for an exchange; 2 if it follows averages of an earlier backward
+        self._sums: torch.Tensor | None = None  # the announcement
         self._work: Work | None = None
 
     @property
@@ -106,36 +111,49 @@ class BackwardHandshake:
         """True if a backward that passed no outputs has used up the running one's exchange."""
         return not self._taken.isdisjoint(self._entered)
 
-    def announce(self, group: Group, after_averages: bool = False) -> None:
+    def announce(
+        self, group: Group, weighing: WeightedMean | None, after_averages: bool = False
+    ) -> None:
         """Announces an exchange before it sends anything; only the first call has an effect.
 
         Args:
             group: the ranks.
+            weighing: this rank's weight, if ranks have weights.
             after_averages: True if averages of an earlier backward come first.
         """
-        if not self._announced:
-            self._announced = 1 + after_averages
-            announced = host.tensor([self._announced], dtype=torch.uint8)
-            self._work = all_reduce(announced, "max", group=group, async_op=True)
+        if self._sums is None:
+            self._sums = _announcement(True, after_averages, weighing)
+            self._work = all_reduce(self._sums, "sum", group=group, async_op=True)
 
-    def is_broken(self, group: Group) -> bool:
+    def is_broken(self, group: Group, weighing: WeightedMean | None) -> bool:
         """In another forward: true if other ranks are in the exchange; this rank must join it."""
-        if not self.ask(group):  # so forwards left from before will get no backward
+        announced = self.ask(group, weighing)
+        if not announced:  # so forwards left from before will get no backward
             self._forwards -= self._left
             self._left = set()
-        return bool(self._announced)
+        return announced
 
-    def ask(self, group: Group, announces: bool = False) -> bool:
+    def ask(
+        self, group: Group, weighing: WeightedMean | None = None, announces: bool = False
+    ) -> bool:
         """Outside of a backward: true if any rank announces an exchange."""
-        if not self._announced:
-            own = host.tensor([announces], dtype=torch.uint8)
-            self._announced = int(all_reduce(own, "max", group=group))
-        return bool(self._announced)
+        if self._sums is None:
+            sums = all_reduce(_announcement(announces, False, weighing), "sum", group=group)
+            if not sums[0]:
+                return False
+            self._sums = sums
+        return True
 
     @property
     def after_averages(self) -> bool:
         """True if averages of an earlier backward come before the announced exchange."""
-        return self._announced > 1
+        return self._sums is not None and bool(self._sums[1])
+
+    def total_weight(self) -> float:
+        """Waits for the announcement; the sum of all ranks' weights."""
+        self.wait()
+        assert self._sums is not None
+        return float(self._sums[2])
 
     def wait(self) -> None:
         """Waits until all ranks have answered; raises the error if that failed."""
@@ -144,8 +162,7 @@ class BackwardHandshake:
 
     def withdraw(self) -> None:
         """Ends an announcement that no exchange has followed."""
-        self._announced = 0
-        self._work = None
+        self._sums = self._work = None
 
     def settle(self, dropped: bool = False) -> None:
         """Ends a backward; earlier forwards may still get their own backwards."""
@@ -157,6 +174,14 @@ class BackwardHandshake:
         self._left, self._entered = set(self._forwards), set()
         self.phase = Phase.PROMISED if self._forwards else Phase.IDLE
         self.withdraw()
+
+
+def _announcement(
+    announces: bool, after_averages: bool, weighing: WeightedMean | None
+) -> torch.Tensor:
+    """What this rank contributes; ranks with and without weights raise Mismatch."""
+    weights = () if weighing is None else (weighing.weight,)
+    return host.tensor([announces, after_averages, *weights], dtype=torch.float64)
 
 
 class Errors(NamedTuple):
@@ -205,13 +230,19 @@ class Errors(NamedTuple):
         return ""
 
 
+NO_ERRORS = Errors([], [], [], [])
+
+
 def compare(
     used: Sequence[bool], errors: Sequence[bool], group: Group
 ) -> tuple[list[bool], Errors]:
     """After an exchange: what any rank has used, and which ranks have errors."""
-    ranks = range(group.size)
-    flags = [*used, *(error and rank == group.rank for error in errors for rank in ranks)]
-    anywhere = all_reduce(host.tensor(flags, dtype=torch.uint8), "max", group=group).bool().tolist()
-    begins = range(len(used), len(flags), group.size)
-    on = ([rank for rank in ranks if anywhere[begin + rank]] for begin in begins)
-    return anywhere[: len(used)], Errors(*on)
+    count, size = len(used), group.size
+    flags = [*used, *[False] * (len(errors) * size)]
+    flags[count + group.rank :: size] = errors
+    anywhere = all_reduce(host.tensor(flags, dtype=torch.bool), "max", group=group).tolist()
+    if True not in anywhere[count:]:
+        return anywhere[:count], NO_ERRORS
+    begins = range(count, len(flags), size)
+    on = ([rank for rank in range(size) if anywhere[begin + rank]] for begin in begins)
+    return anywhere[:count], Errors(*on)

@@ -116,10 +116,12 @@ class HookState(ABC):
 
 def comm_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Exchanges gradients as the state does. This hook accepts every state."""
-    if not isinstance(state, HookState):
-        raise TypeError(f"state must be one of pycomm.hooks, got {type(state).__name__}")
+    try:
+        start = state.start_in_backward
+    except AttributeError:
+        raise TypeError(f"state must be one of pycomm.hooks, got {type(state).__name__}") from None
     check_bucket(bucket)
-    return state.start_in_backward(bucket.buffer(), bucket.parameters())
+    return start(bucket.buffer(), bucket.parameters())
 
 
 def check_bucket(bucket: object) -> None:

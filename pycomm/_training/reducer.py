@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copyreg
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence, Set
@@ -18,7 +19,7 @@ from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled, pytree, queue_callback
 from pycomm._training import step_guard
 from pycomm._training.buckets import Bucket, Slab
-from pycomm._training.handshake import BackwardHandshake, Errors, Phase, compare
+from pycomm._training.handshake import NO_ERRORS, BackwardHandshake, Errors, Phase, compare
 from pycomm._training.parameters import ParamOwnership
 from pycomm.collectives import broadcast
 from pycomm.errors import PycommError
@@ -74,6 +75,8 @@ def leads_to(node: Node, parameters: Container[int]) -> bool:
 
 
 # The wrapper's exchange of gradients, while backward computes them.
+
+_version_of = operator.attrgetter("_version")
 
 
 class Reducer:
@@ -135,7 +138,7 @@ class Reducer:
         if not self.handshake.open:
             return
         group = self._state.gradient_group
-        if group is not None and self.handshake.is_broken(group):
+        if group is not None and self.handshake.is_broken(group, self.weighing):
             if not self.handshake.in_backward:
                 # Gradients that this rank has dropped since do not matter.
                 noted = self.handshake.after_averages
@@ -157,7 +160,7 @@ class Reducer:
         """
         if first is not None:
             self.handshake.enter(forward)
-        if self.handshake.in_backward:
+        if self.handshake.phase is Phase.BACKWARD:
             return
         self.members.check_owned()
         self._complete_last()
@@ -215,9 +218,10 @@ class Reducer:
 
     def _complete_last(self) -> None:
         """Averages gradients that the last backward has left to a step, before others are added."""
-        group, weighted = self._state.gradient_group, self.weighing is not None
-        if group is not None and self.strategy.has_pending(self.parameters, weighted):
-            self.handshake.announce(group, after_averages=True)
+        if not self.strategy.has_pending(self.parameters, self.weighing is not None):
+            return
+        if (group := self._state.gradient_group) is not None:
+            self.handshake.announce(group, self.weighing, after_averages=True)
             self.average()
 
     def _reset(self, noted: bool = False) -> None:
@@ -225,7 +229,7 @@ class Reducer:
         self.strategy.begin(self.parameters, noted)
         self.handshake.begin_backward()
         self._next = 0
-        self._versions = [parameter._version for parameter in self._stepped]
+        self._versions = list(map(_version_of, self._stepped))
         if self._ready is not None:
             self._ready = []
         for bucket in self._buckets:
@@ -237,23 +241,28 @@ class Reducer:
             bucket = self._buckets[self._next]
             if bucket.waiting or not (last or self._repeated.isdisjoint(bucket.ids)):
                 return
-            if (group := self._state.gradient_group) is not None:
-                self.handshake.announce(group, self.strategy.sends_averages)
-            self._send(bucket)
+            if self._next == 0:
+                self._announce()
+            try:
+                self.strategy.send(bucket, self._next, self.weighing)
+            except PycommError:
+                self.handshake.wait()  # raises the error that caused this one, if there is one
+                raise
             bucket.sent = True
             self._next += 1
 
-    def _send(self, bucket: Bucket) -> None:
-        try:
-            self.strategy.send(bucket, self._next, self.weighing)
-        except PycommError:
-            self.handshake.wait()  # raises the error that caused this one, if there is one
-            raise
+    def _announce(self) -> None:
+        """Announces the exchange; with weights, waits for their sum."""
+        if (group := self._state.gradient_group) is None:
+            return
+        self.handshake.announce(group, self.weighing, self.strategy.sends_averages)
+        if self.weighing is not None:
+            self.weighing.total = self.handshake.total_weight()
 
     @not_compiled
     def _end_backward(self, first: Node | None, creates_graph: bool) -> None:
         """Ends a backward; it entered the module at `first` if it began in the outputs."""
-        arrived = any(bucket.arrived for bucket in self._buckets)
+        arrived = self._next > 0 or any(bucket.arrived for bucket in self._buckets)
         if not arrived and first is not None and leads_to(first, self._bucket_of):
             self.strategy.resume(self.parameters)  # torch.autograd.grad of other tensors
             if creates_graph:  # it becomes part of a loss
@@ -270,7 +279,10 @@ class Reducer:
         `raised` is True if backward has raised, and None if there was no backward. If backward has
         raised on any rank, all ranks drop their gradients, and the other ranks raise an error.
         """
-        unused = {id(parameter) for bucket in self._buckets for parameter in bucket.complete()}
+        unused: set[int] = set()
+        for bucket in self._buckets:
+            if bucket.waiting:
+                unused.update(map(id, bucket.complete()))
         if self.weighing is not None and self.weighing.is_zero:
             unused = set(map(id, self.parameters))
         self._start_full(last=True)
@@ -284,7 +296,10 @@ class Reducer:
         self.has_local = False
         self.handshake.settle(dropped=bool(errors.raised))
         step_guard.forget(self.parameters)
-        if why := errors.explain(self._group, self._moved() if errors.moved else ()):
+        why = ""
+        if errors is not NO_ERRORS:
+            why = errors.explain(self._group, self._moved() if errors.moved else ())
+        if why:
             self._state.give_back()
             self._drop_gradients()
             if raised is False:
@@ -299,6 +314,7 @@ class Reducer:
 
     def _exchange_nothing(self, raised: bool | None = None) -> None:
         """Sends zeros as the remaining buckets, and drops the result."""
+        self._announce()  # other ranks count this rank's weight
         self.weighing = None
         self._drop_gradients()
         try:
@@ -314,14 +330,19 @@ class Reducer:
         """Ids of the parameters that no rank has used, and the ranks' errors in this backward."""
         group = self._state.gradient_group
         if group is None:
-            return unused, Errors([], [], [], [])
-        used = [id(p) not in unused for p in self.parameters]
+            return unused, NO_ERRORS
+        used = [True] * len(self.parameters)
+        if unused:
+            used = [id(p) not in unused for p in self.parameters]
         changed = self.strategy.sees_change()
-        stepped = self._versions != [parameter._version for parameter in self._stepped]
-        own = raised, self.handshake.is_repeated, stepped, bool(self._moved())
+        stepped = self._versions != list(map(_version_of, self._stepped))
+        moved = bool(self.strategy.moved(self.parameters))
+        own = raised, self.handshake.is_repeated, stepped, moved
         (*used_anywhere, changed_anywhere), errors = compare([*used, changed], own, group)
         if changed_anywhere:
             self.strategy.compare()
+        if all(used_anywhere):
+            return set(), errors
         pairs = zip(self.parameters, used_anywhere, strict=True)
         return {id(p) for p, is_used in pairs if not is_used}, errors
 

@@ -124,9 +124,9 @@ class Residuals:
             return 0.0
         return float(torch.linalg.vector_norm(self._flat["residual"], dtype=torch.float64))
 
-    def begin_step(self, scale: torch.Tensor | None) -> None:
+    def begin_step(self, scale: torch.Tensor) -> None:
         """Records the scale of this step's gradients for :meth:`settle`."""
-        if scale is not None and self:
+        if self:
             self._scale = scale.clone()
 
     def settle(self, scale: torch.Tensor | None) -> None:

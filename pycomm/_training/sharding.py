@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from pycomm._runtime.ranges import record_range
 from pycomm._training import step_guard
 from pycomm._training.buckets import Bucket, bucket_limit, gradient_memory, no_memory
 from pycomm._training.comm_state import CommState
-from pycomm._training.exchange import dense_wire_bytes, launching
+from pycomm._training.exchange import BucketNames, dense_wire_bytes
 from pycomm._training.flat import Memory, home_of
 from pycomm._training.grad_shards import GradShardBuffers
 from pycomm._training.parameters import common_parameters, part_of
@@ -260,18 +259,22 @@ class ShardOptimizer(Strategy):
 
     # A backward.
 
-    def _start(self, bucket: Bucket, number: int) -> None:
+    def send(self, bucket: Bucket, number: int, weighing: WeightedMean | None) -> None:
+        """See :meth:`Strategy.send`."""
+        if self._scatter is None and not self.shards.averages:
+            super().send(bucket, number, weighing)
+            return
+        if weighing is not None:
+            weighing.scale(bucket.flat)
         if self._scatter is not None:
-            with self._launching(bucket, number):
-                blocks = self.shards.blocks[id(bucket.parameters[0])]
-                self._scatter.start(blocks, bucket.parameters)
-        elif not self.shards.averages:
-            super()._start(bucket, number)
+            blocks = self.shards.blocks[id(bucket.parameters[0])]
+            start = functools.partial(self._scatter.start, blocks, bucket.parameters)
+            self._launch(bucket, number, start)
 
-    def _launching(self, bucket: Bucket, number: int) -> AbstractContextManager[object]:
-        """Surrounds the start of a bucket that the state does not start itself."""
-        model = self.state._parameters
-        return launching(self._group, number, bucket.flat, bucket.parameters, model)
+    def _launch(self, bucket: Bucket, number: int, start: Callable[[], None]) -> None:
+        """Starts a bucket that the state does not start itself."""
+        names = BucketNames(self.state._parameters, bucket.flat, bucket.parameters)
+        names.launch(self._group, number, start)
 
     def finish(self, buckets: Sequence[Bucket]) -> None:
         """See :meth:`Strategy.finish`."""
@@ -379,8 +382,7 @@ class ShardGradients(ShardOptimizer):
 
     def send(self, bucket: Bucket, number: int, weighing: WeightedMean | None) -> None:
         """See :meth:`Strategy.send`."""
-        with self._launching(bucket, number):
-            self._own.send(bucket, weighing)
+        self._launch(bucket, number, functools.partial(self._own.send, bucket, weighing))
 
     def _finish_own(self, buckets: Sequence[Bucket]) -> tuple[int, int]:
         return sum(bucket.flat.nbytes for bucket in buckets), self._own.finish()

@@ -65,13 +65,10 @@ class Strategy:
     def begin(self, parameters: Iterable[torch.Tensor], noted: bool) -> None:
         """Prepares for a backward; `noted` is True on a rank whose backward has raised before."""
 
-    def send(self, bucket: Bucket, number: int, weighing: WeightedMean | None) -> None:
+    def send(self, bucket: Bucket, number: int, weighing: WeightedMean | None) -> None:  # noqa: ARG002
         """Starts the exchange of a bucket, the one with this number in the backward."""
         if weighing is not None:
             weighing.scale(bucket.flat)
-        self._start(bucket, number)
-
-    def _start(self, bucket: Bucket, number: int) -> None:  # noqa: ARG002
         self.state.start(bucket.flat, bucket.parameters, begins=bucket.begins)
 
     def finish(self, buckets: Sequence[Bucket]) -> None:  # noqa: ARG002

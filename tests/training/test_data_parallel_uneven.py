@@ -170,6 +170,21 @@ def test_weights(body):
     helpers.run_group(2, body)
 
 
+def operations_of_a_step(group):
+    """A bucket, the announcement that carries the weights, and the comparison at the end."""
+    model = pycomm.DataParallel(ddp.network(), broadcast_buffers=False)
+    counts = []
+    for weight in (None, None, 1 + group.rank):  # the first backward shows the order
+        before = group.stats()
+        model(ddp.batch(group.rank, 0), weight=weight).square().mean().backward()
+        counts.append(sum(each.count for each in group.stats(since=before).operations))
+    assert counts[1:] == [3, 3]
+
+
+def test_weights_take_no_operation_of_their_own():
+    helpers.run_group(2, operations_of_a_step)
+
+
 def weight_on_one_rank(group):
     model = pycomm.DataParallel(ddp.network())
     with pytest.raises(pycomm.Mismatch):
