@@ -50,8 +50,8 @@ state.register(model)
 model(torch.ones(1, 3)).sum().backward()
 assert state.step == 1
 """,
-        35,
-        7_600,
+        33,
+        7_700,
     ),
     "wrapper": (
         ONE_RANK
@@ -61,8 +61,8 @@ model = pycomm.DataParallel(torch.nn.Linear(3, 2))
 model(torch.ones(1, 3)).sum().backward()
 assert model.module.weight.grad.tolist() == [[1.0] * 3] * 2
 """,
-        43,
-        9_800,
+        41,
+        9_950,
     ),
 }
 TELL = """
