@@ -314,9 +314,12 @@ def default_group() -> Group:
 def group_over(process_group: dist.ProcessGroup | None) -> Group:
     """The group of a process group's ranks; the first use makes it, in a collective call.
 
-    None and torch.distributed's default process group stand for the default group.
+    None stands for the default group, which is also that of torch.distributed's default process
+    group if it has all its ranks.
     """
-    if process_group is None or process_group is dist.group.WORLD:
+    if process_group is None:
+        return default_group()
+    if process_group is dist.group.WORLD and default_group().size == dist.get_world_size():
         return default_group()
     name = process_group.group_name  # a later process group may have the name of a destroyed one
     known = _over.get(name)

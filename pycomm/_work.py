@@ -225,6 +225,10 @@ def dense_stand_ins(
     source: torch.Tensor, result: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
     """Contiguous tensors on the tensors' own device; see stand_ins()."""
+    if source.is_cuda and not (source.is_contiguous() and result.is_contiguous()):
+        from pycomm._runtime.arrays import check_not_captured
+
+        check_not_captured()
     dense_source = source.detach().contiguous()
     dense_result = dense_source if result is source else result.detach()
     if not dense_result.is_contiguous():

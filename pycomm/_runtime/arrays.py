@@ -3,7 +3,7 @@
 An operation on CUDA arrays is enqueued on the stream on which their library enqueues its own work.
 So it comes after the kernels that have made the arrays, and before those that read its results,
 without an event. An array may be freed at once, because the library's allocator reuses its memory
-on the same stream.
+on the same stream. Libraries that do not tell their stream are as other users of torch's stream.
 """
 
 from __future__ import annotations
@@ -59,13 +59,19 @@ def _is_read_only(array: Any) -> bool:
 
 
 def to_library_of(given: Any, made: torch.Tensor) -> Any:
-    """A new tensor as an array of the library of `given`; the tensor if there is no conversion."""
+    """A new tensor as an array of the library of `given`, or the tensor if it cannot be one."""
     if hasattr(given, "__array_namespace__"):
         library = given.__array_namespace__()
     else:
         library = sys.modules.get(type(given).__module__.partition(".")[0])
     convert = getattr(library, "from_dlpack", None)
-    return made if convert is None else convert(_Exported(made))
+    if convert is None:
+        return made
+    ordered = not made.is_cuda or _handle_of(given) is not None
+    try:
+        return convert(_Exported(made) if ordered else made)
+    except (BufferError, RuntimeError, TypeError, ValueError):  # such as bfloat16 in NumPy
+        return made
 
 
 class _Exported:
@@ -145,13 +151,14 @@ def _on_stream_of(arrays: Sequence[Any], tensors: Iterable[torch.Tensor]) -> Ite
     if handle == current.cuda_stream:
         yield
         return
+    captured = torch.cuda.is_current_stream_capturing()  # by torch, which then knows
     stream = torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
     shared = any(tensor.is_cuda for tensor in tensors)
     if shared:
         stream.wait_stream(current)
     try:
         with torch.cuda.stream(stream):
-            _foreign.captures = torch.cuda.is_current_stream_capturing()
+            _foreign.captures = not captured and torch.cuda.is_current_stream_capturing()
             yield
     finally:
         _foreign.captures = False

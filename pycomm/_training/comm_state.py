@@ -247,8 +247,7 @@ class CommState(HookState):
         """
         backward = backward_id()
         ends = self._flying.ends
-        begins = backward not in ends
-        if begins and ends:
+        if ends and backward not in ends:
             self._give_back_dropped()
         if buffer.layout == torch.strided:  # start() refuses other layouts
             known = self._planner.made.get((buffer.data_ptr(), *map(id, parameters)))
@@ -258,7 +257,7 @@ class CommState(HookState):
         future = self.start(buffer, parameters, backward)
         if backward_node() is None:
             self.finish(backward)
-        elif begins:
+        elif backward not in self._flying.ends:  # a new step has begun, or this is its first bucket
             self._flying.wait_in_end(backward, self.finish)
         return future
 

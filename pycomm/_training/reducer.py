@@ -314,10 +314,10 @@ class Reducer:
 
     def _exchange_nothing(self, raised: bool | None = None) -> None:
         """Sends zeros as the remaining buckets, and drops the result."""
-        self._announce()  # other ranks count this rank's weight
-        self.weighing = None
         self._drop_gradients()
         try:
+            self._announce()  # other ranks count this rank's weight
+            self.weighing = None
             self._exchange_rest(raised)
         finally:
             self._drop_gradients()

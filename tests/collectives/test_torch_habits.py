@@ -156,6 +156,8 @@ def arrays_elsewhere(group):
     decoded = pycomm.Int8().decode(wire, 400)
     assert type(decoded) is numpy.ndarray
     assert abs(decoded - x).max() < 2
+    half = pycomm.Int8().decode(wire, 400, dtype=torch.bfloat16)  # which NumPy lacks
+    assert torch.equal(half, torch.from_numpy(decoded).bfloat16())
     assert pycomm.Int8().decode(wire, 400, own := numpy.empty_like(x)) is own
     assert (own == decoded).all()
     if group.rank == 0:

@@ -208,11 +208,29 @@ def test_graphs_of_cupy_have_collectives(cupy: Any) -> None:
         assert [array.get() for array in arrays] == [[6.0] * COUNT] * 2
 
 
+def test_strided_arrays_are_refused_in_graphs_of_cupy(cupy: Any) -> None:
+    """Their stand-ins would lie in torch's memory, which other work then uses."""
+    x = cupy.full(2 * COUNT, 1.0)
+    x.data = x.data[::2]
+    with pycomm.LocalWorld(1) as world:
+
+        def body(group: pycomm.Group) -> None:
+            pycomm.all_reduce(x, group=group)  # connects
+            with (
+                captured(cupy),
+                torch.cuda.stream(torch.cuda.ExternalStream(0)),
+                pytest.raises(RuntimeError, match="does not know of another library's graph"),
+            ):
+                pycomm.all_reduce(x, group=group)
+
+        world.run(body)
+
+
 def test_codecs_refuse_graphs_of_cupy(cupy: Any) -> None:
     x = cupy.full(COUNT, 1.0)
     with (
         captured(cupy),
         torch.cuda.stream(torch.cuda.ExternalStream(0)),
-        pytest.raises(RuntimeError, match="torch, which does not know of another library's"),
+        pytest.raises(RuntimeError, match="does not know of another library's graph"),
     ):
         pycomm.Int8().encode(x)

@@ -269,6 +269,21 @@ def leave_nothing(group):
     assert all(reference() is None for reference in kept)
 
 
+def default_group_of_a_part(rank, size, store):
+    """The first group of pycomm has one rank, and torch's default process group has all."""
+    helpers.join_world(rank, size, store)
+    parts = [dist.new_group([each]) for each in range(size)]
+    pycomm.init(parts[rank])
+    model = DistributedDataParallel(nn.Linear(200, 30))
+    model.register_comm_hook(dist.group.WORLD, hooks.all_reduce_hook)
+    model(torch.full((1, 200), float(rank))).sum().backward()
+    return model.module.weight.grad.unique().tolist()
+
+
+def test_the_default_process_group_is_all_ranks_where_the_default_group_is_not():
+    assert helpers.run_ranks(2, default_group_of_a_part) == [[0.5], [0.5]]
+
+
 def copied_and_pickled(group):
     """As with torch's own hooks: None can be pickled, a process group cannot."""
     model = DistributedDataParallel(ddp.network())

@@ -1,0 +1,235 @@
+"""Mixed precision on every front, against torch's own DistributedDataParallel or one process."""
+
+import copy
+
+import ddp
+import golden
+import helpers
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from pycomm import hooks, optim
+
+STEPS = 8
+OVERFLOW = (2, 1)  # the step and rank whose loss becomes infinite
+SCALE = {"init_scale": 2.0**12, "growth_interval": 3}
+SGD = {"lr": 0.1, "momentum": 0.9}
+KINDS = [torch.bfloat16, torch.float16]
+EXACT = ("dense hook", "no state", "wrapper")  # the arithmetic of torch's DDP, so its bits
+SHARDS = {"optimizer shards": "optimizer", "gradient shards": "gradients"}
+FRONTS = (*EXACT, "int8 hook", "int8 wrapper", *SHARDS)
+
+
+def make(front, module, scaler):
+    """A data-parallel model and its optimizer."""
+    if front in SHARDS:
+        model = pycomm.DataParallel(module, shard=SHARDS[front])
+        return model, optim.FusedSGD(module.parameters(), **SGD)
+    optimizer = torch.optim.SGD(module.parameters(), **SGD)
+    if front.endswith("wrapper"):
+        options = {}
+        if front == "int8 wrapper":
+            options = {"compression": pycomm.Int8(), "grad_scaler": scaler}
+        return pycomm.DataParallel(module, **options), optimizer
+    model = DistributedDataParallel(module)
+    if front == "dense hook":
+        hooks.AllReduceState().register(model)
+    elif front == "no state":
+        model.register_comm_hook(None, hooks.all_reduce_hook)
+    elif front == "int8 hook":
+        hooks.Int8State(module.named_parameters(), grad_scaler=scaler).register(model)
+    return model, optimizer
+
+
+def loss_of(model, rank, step, kind):
+    """A rank's loss under autocast; infinite in one step of one rank."""
+    with torch.autocast("cpu", kind):
+        loss = model(ddp.batch(rank, step)).float().square().mean()
+    return loss * torch.inf if (step, rank) == OVERFLOW else loss
+
+
+def train(group, front, kind):
+    """The scale and the parameters after each step."""
+    module = ddp.network()
+    make_scaler = optim.GradScaler if front in SHARDS else torch.amp.GradScaler
+    scaler = make_scaler("cpu", **SCALE)
+    model, optimizer = make(front, module, scaler)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, group.rank, step, kind)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), [p.detach().clone() for p in module.parameters()]))
+    return seen
+
+
+def train_each(group, kind):
+    return {front: train(group, front, kind) for front in ("torch", *FRONTS)}
+
+
+def same(one, other):
+    return all(golden.same_bits(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_autocast_and_a_scaler(kind):
+    """An infinity on one rank skips the step on all ranks, which then have the same scale."""
+    runs = helpers.run_group(2, train_each, kind)
+    plain = runs[0]["torch"]
+    scales = [scale for scale, _ in plain]
+    assert scales == [2.0**e for e in (12, 12, 11, 11, 11, 12, 12, 12)]
+    for front in FRONTS:
+        for seen in (run[front] for run in runs):
+            assert [scale for scale, _ in seen] == scales, front
+            skipped = [same(seen[i - 1][1], seen[i][1]) for i in range(1, STEPS)]
+            assert skipped == [step == OVERFLOW[0] for step in range(1, STEPS)], front
+        for (_, mine), (_, others), (_, expected) in zip(
+            runs[0][front], runs[1][front], plain, strict=True
+        ):
+            assert same(mine, others), front
+            if front in EXACT:
+                assert same(mine, expected), front
+                continue
+            lost = 1e-3 if "int8" in front else 1e-6
+            for one, wanted in zip(mine, expected, strict=True):
+                torch.testing.assert_close(one, wanted, rtol=0, atol=lost, msg=front)
+
+
+PERIOD = 2
+
+
+def train_locally(group, kind):
+    """Local SGD, whose ranks have scalers of their own: scales and parameters after each step."""
+    module = ddp.network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = DistributedDataParallel(module)
+    state = hooks.LocalSGDState(module.named_parameters(), optimizer, period=PERIOD)
+    state.register(model)
+    scaler = torch.amp.GradScaler("cpu", **SCALE)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, group.rank, step, kind)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state.step()
+        seen.append((scaler.get_scale(), [p.detach().clone() for p in module.parameters()]))
+    return seen
+
+
+def simulate_local_training(kind):
+    """The same in one process, a model per rank."""
+    modules = [ddp.network() for _ in range(2)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
+    scalers = [torch.amp.GradScaler("cpu", **SCALE) for _ in modules]
+    seen = [[], []]
+    for step in range(STEPS):
+        for rank, (module, optimizer, scaler) in enumerate(
+            zip(modules, optimizers, scalers, strict=True)
+        ):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(module, rank, step, kind)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        if step % PERIOD == PERIOD - 1:
+            with torch.no_grad():
+                for pair in zip(*(module.parameters() for module in modules), strict=True):
+                    mean = sum(pair) / 2
+                    for parameter in pair:
+                        parameter.copy_(mean)
+        for kept, module, scaler in zip(seen, modules, scalers, strict=True):
+            parameters = [p.detach().clone() for p in module.parameters()]
+            kept.append((scaler.get_scale(), parameters))
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_local_sgd_skips_on_its_own(kind):
+    """Only the rank with the infinity skips, and only its scale is halved."""
+    expected = simulate_local_training(kind)
+    assert [run[OVERFLOW[0]][0] for run in expected] == [2.0**13, 2.0**11]
+    for run, wanted in zip(helpers.run_group(2, train_locally, kind), expected, strict=True):
+        for (scale, parameters), (wanted_scale, wanted_parameters) in zip(run, wanted, strict=True):
+            assert scale == wanted_scale
+            for one, other in zip(parameters, wanted_parameters, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+HALF_FRONTS = ("hook", "wrapper", *SHARDS)
+
+
+def half_loss(model, rank, step):
+    loss = model(ddp.batch(rank, step).half()).float().square().mean()
+    return loss * torch.inf if (step, rank) == OVERFLOW else loss
+
+
+def train_masters(group, front):
+    """fp16 parameters with fp32 masters: scales, parameters and masters after each step."""
+    module = ddp.network().half()
+    optimizer = optim.FusedAdamW(module.parameters(), lr=1e-2, master_weights="fp32")
+    scaler = optim.GradScaler("cpu", **SCALE)
+    if front == "hook":
+        model = DistributedDataParallel(module)
+        model.register_comm_hook(None, hooks.all_reduce_hook)
+    else:
+        model = pycomm.DataParallel(module, shard=SHARDS.get(front))
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(half_loss(model, group.rank, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        masters = [optimizer.full_weights(p).clone() for p in module.parameters()]
+        halves = [p.detach().clone() for p in module.parameters()]
+        seen.append((scaler.get_scale(), halves, masters))
+    return seen
+
+
+def train_each_with_masters(group):
+    return {front: train_masters(group, front) for front in HALF_FRONTS}
+
+
+def simulate_masters():
+    """The same in one process, with torch's AdamW on fp32 copies of the parameters."""
+    module = ddp.network().half()
+    masters = [p.detach().float() for p in module.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", **SCALE)
+    seen = []
+    for step in range(STEPS):
+        means = [torch.zeros_like(master) for master in masters]
+        for rank in range(2):
+            module.zero_grad()
+            scaler.scale(half_loss(module, rank, step)).backward()
+            for mean, parameter in zip(means, module.parameters(), strict=True):
+                mean.add_(parameter.grad.float() / 2)
+        for master, mean in zip(masters, means, strict=True):
+            master.grad = mean.half().float()
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            for parameter, master in zip(module.parameters(), masters, strict=True):
+                parameter.copy_(master)
+        seen.append((scaler.get_scale(), copy.deepcopy(masters)))
+    return seen
+
+
+def test_fp16_parameters_with_fp32_masters():
+    expected = simulate_masters()
+    runs = helpers.run_group(2, train_each_with_masters)
+    for front in HALF_FRONTS:
+        for mine, others, (scale, wanted) in zip(
+            runs[0][front], runs[1][front], expected, strict=True
+        ):
+            assert mine[0] == others[0] == scale, front
+            assert same(mine[1], others[1]), front
+            assert same(mine[2], others[2]), front
+            for half, master, one in zip(mine[1], mine[2], wanted, strict=True):
+                assert half.dtype == torch.float16
+                assert golden.same_bits(half, master.half()), front
+                torch.testing.assert_close(master, one, rtol=0, atol=5e-4, msg=front)
+        moved = (runs[0][front][-1][2][0] - ddp.network()[0].weight.half().float()).abs().mean()
+        assert moved > 1e-2, front
