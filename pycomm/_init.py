@@ -26,7 +26,7 @@ from pycomm._inputs import (
 )
 from pycomm._names import refuse_retired
 from pycomm._runtime import log, rendezvous
-from pycomm._runtime.torch_private import backends_of, store_of
+from pycomm._runtime.torch_private import backends_of, is_alive, store_of
 from pycomm.errors import CollectiveError
 from pycomm.group import (
     DEFAULT_MAX_BLOCKS,
@@ -50,7 +50,7 @@ TRANSPORTS = {"auto": 0, "gloo": 1}
 
 _default: Group | None = None
 _default_lock = threading.Lock()
-_over: dict[str, tuple[dist.ProcessGroup, Group]] = {}  # by names of process groups, for hooks
+_over: dict[dist.ProcessGroup, Group] = {}  # groups of hooks without a state
 _joining: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by prefix in the Store
 
 
@@ -321,11 +321,11 @@ def group_over(process_group: dist.ProcessGroup | None) -> Group:
         return default_group()
     if process_group is dist.group.WORLD and default_group().size == dist.get_world_size():
         return default_group()
-    name = process_group.group_name  # a later process group may have the name of a destroyed one
-    known = _over.get(name)
-    if known is None or known[0] is not process_group:
-        known = _over[name] = process_group, _meet(process_group)
-    return known[1]
+    if process_group not in _over:
+        for destroyed in [known for known in _over if not is_alive(known)]:
+            _over.pop(destroyed).close()
+        _over[process_group] = _meet(process_group)
+    return _over[process_group]
 
 
 def _adopt(made: Group) -> Group:

@@ -18,6 +18,7 @@ from torch.utils.data import get_worker_info
 from pycomm import _C
 from pycomm._runtime.torch_private import internal_overlap, local_tensor
 
+_Array = TypeVar("_Array")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # The supported dtypes, reductions and algorithms, as C++ knows them.
@@ -330,13 +331,13 @@ def as_tensor(argument: str, value: Any, *, written: bool) -> torch.Tensor:
     return to_tensor(argument, value, written=written)
 
 
-def like_input(given: Any, made: torch.Tensor) -> Any:
+def like_input(given: _Array, made: torch.Tensor) -> _Array:
     """A new tensor as an array of the library that `given` is from, sharing the memory."""
     if isinstance(given, torch.Tensor):
-        return made
+        return cast("_Array", made)
     from pycomm._runtime.arrays import to_library_of
 
-    return to_library_of(given, made)
+    return cast("_Array", to_library_of(given, made))
 
 
 def on_stream_of_arrays(function: _Function) -> _Function:
@@ -345,9 +346,12 @@ def on_stream_of_arrays(function: _Function) -> _Function:
     @functools.wraps(function)
     def on_their_stream(*args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
+        if _plain_types.issuperset(map(type, given)):
+            return function(*args, **kwargs)
         given += [each for value in given if is_list(value) for each in value]
         others = [value for value in given if not isinstance(value, torch.Tensor)]
         if not any(map(_is_array, others)):
+            _plain_types.update(filter(_is_plain, map(type, given)))
             return function(*args, **kwargs)
         from pycomm._runtime.arrays import run_on_their_stream
 
@@ -355,6 +359,15 @@ def on_stream_of_arrays(function: _Function) -> _Function:
         return run_on_their_stream(others, tensors, lambda: function(*args, **kwargs))
 
     return cast("_Function", on_their_stream)
+
+
+_plain_types: set[type] = set()  # that have been met, and whose values are no arrays
+
+
+def _is_plain(kind: type) -> bool:
+    """True for types of Python, torch and this package whose values neither are nor hold arrays."""
+    ours = kind.__module__.partition(".")[0] in ("builtins", "torch", "pycomm")
+    return ours and not issubclass(kind, (list, tuple))
 
 
 def _is_array(value: Any) -> bool:

@@ -11,7 +11,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -34,6 +34,8 @@ from pycomm._inputs import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+Array = TypeVar("Array")  # a tensor, or an array of another library
 
 SMALLEST_BLOCK: int = _C.smallest_block
 # int8 values on the wire have uint8's number.
@@ -81,21 +83,10 @@ class Compression(ABC):
             raise ValueError(f"ranks must be at least 1, got {ranks}")
         return _C.wire_bytes(self.codec(n, dtype, step), n, ranks)
 
-    @overload
-    def encode(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-        *,
-        step: int = 0,
-        offset: int = 0,
-    ) -> torch.Tensor: ...
-
-    @overload
-    def encode(self, x: Any, out: Any | None = None, *, step: int = 0, offset: int = 0) -> Any: ...
-
     @on_stream_of_arrays
-    def encode(self, x: Any, out: Any | None = None, *, step: int = 0, offset: int = 0) -> Any:
+    def encode(
+        self, x: Array, out: Array | None = None, *, step: int = 0, offset: int = 0
+    ) -> Array:
         """Encodes a tensor.
 
         Args:
@@ -132,38 +123,16 @@ class Compression(ABC):
         )  # fmt: skip
         return like_input(x, wire) if out is None else out
 
-    @overload
-    def decode(
-        self,
-        wire: torch.Tensor,
-        n: int,
-        out: torch.Tensor | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-        add: bool = False,
-    ) -> torch.Tensor: ...
-
-    @overload
-    def decode(
-        self,
-        wire: Any,
-        n: int,
-        out: Any | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-        add: bool = False,
-    ) -> Any: ...
-
     @on_stream_of_arrays
     def decode(
         self,
-        wire: Any,
+        wire: Array,
         n: int,
-        out: Any | None = None,
+        out: Array | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         add: bool = False,
-    ) -> Any:
+    ) -> Array:
         """Decodes the result of :meth:`encode`.
 
         Args:
@@ -342,8 +311,11 @@ class TopK(Compression):
         self._check_worth(n, dtype, step)
         return _C.Codec(CODECS["topk"], values=VALUES[self.values], k=self.count(n, step))
 
-    def select(self, x: Any, *, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    @on_stream_of_arrays
+    def select(self, x: Array, *, step: int = 0) -> tuple[Array, Array]:
         """Indices (int64, ascending) and values (float32) of the selected elements of `x`.
+
+        Both are arrays of the library of `x`.
 
         Zeros are never selected, so there may be fewer elements than `k` or `density` say.
         """
@@ -356,7 +328,7 @@ class TopK(Compression):
             DTYPES[dense.dtype], dense.data_ptr(), dense.numel(), k,
             indices.data_ptr(), values.data_ptr(),
         )  # fmt: skip
-        return indices[:found], values[:found]
+        return like_input(x, indices[:found]), like_input(x, values[:found])
 
     def _check_worth(self, n: int, dtype: torch.dtype, step: int) -> None:
         share = self.density_at(step) if self.density is not None else self.count(n) / max(n, 1)

@@ -146,6 +146,11 @@ def correct_shrunk_groups(name: str) -> None:
             group._set_default_backend(custom)
 
 
+def is_alive(group: ProcessGroup) -> bool:
+    """False once torch.distributed.destroy_process_group() has destroyed a process group."""
+    return group in distributed_c10d._world.pg_map
+
+
 def backends_of(group: ProcessGroup) -> dict[str, str]:
     """The name of a process group's backend for each type of device."""
     pairs = torch.distributed.get_backend_config(group).split(",")

@@ -252,7 +252,7 @@ class CommState(HookState):
         if buffer.layout == torch.strided:  # start() refuses other layouts
             known = self._planner.made.get((buffer.data_ptr(), *map(id, parameters)))
             strides = list(map(torch.Tensor.stride, parameters))
-            if known is None or known[1].strides != strides:
+            if known is None or known.strides != strides:
                 self._take_bucket(buffer, parameters, rebuilt=known is None)
         future = self.start(buffer, parameters, backward)
         if backward_node() is None:

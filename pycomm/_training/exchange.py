@@ -71,11 +71,12 @@ class BucketExchange:
         stand_in: host memory for the bucket, if the group exchanges through it.
         names: the bucket in traces, records and errors.
         strides: the parameters' strides.
+        state: what else the operations depend on.
 
     Attributes:
         wire_bytes: the sum over all parts.
         tensors: all tensors that must stay alive until the operations have run.
-        stand_in, names, strides: as given.
+        stand_in, names, strides, state: as given.
     """
 
     def __init__(
@@ -84,8 +85,9 @@ class BucketExchange:
         stand_in: HostMirror | None,
         names: BucketNames,
         strides: Sequence[tuple[int, ...]],
+        state: tuple[object, ...],
     ) -> None:
-        self._parts = parts
+        self._parts, self.state = parts, state
         self.stand_in, self.names, self.strides = stand_in, names, strides
         self.wire_bytes = sum(part.wire_bytes for part in parts)
         self.tensors = tuple(tensor for part in parts for tensor in part.tensors)
@@ -165,8 +167,7 @@ class Planner:
         tag: a number that distinguishes these exchanges from others on the group.
 
     Attributes:
-        made: by a bucket's address and its parameters' ids: phase, the scale's address, the
-            bucket's dtype and number of elements; and the exchange.
+        made: the exchanges, by a bucket's address and its parameters' ids.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Planner:
         self._parameters = parameters
         self._residuals = residuals
         self._tag = tag
-        self.made: dict[tuple[int, ...], tuple[tuple[object, ...], BucketExchange]] = {}
+        self.made: dict[tuple[int, ...], BucketExchange] = {}
         self._planned: set[int] = set()  # parameters that have been in a bucket
 
     def exchange_of(
@@ -211,8 +212,8 @@ class Planner:
         scaled = 0 if scale is None else scale.data_ptr()
         state = (phase, scaled, buffer.dtype, buffer.numel())
         found = self.made.get(key)
-        if found is not None and found[0] == state:
-            return found[1]
+        if found is not None and found.state == state:
+            return found
         if found is None:  # DDP has new buckets: free the old ones' memory
             ids = set(key[1:])
             for old in [k for k in self.made if not ids.isdisjoint(k[1:])]:
@@ -230,7 +231,7 @@ class Planner:
         parts = self._parts(flat, entries, begins, step, scale, group)
         names = BucketNames(self._parameters, buffer, parameters)
         strides = [parameter.stride() for parameter in parameters]
-        exchange = BucketExchange(parts, stand_in, names, strides)
+        exchange = BucketExchange(parts, stand_in, names, strides, state)
         operations.debug(
             "rank %d: bucket of %d bytes, %s: %d operations, %s, at most %d bytes in",
             group.rank,
@@ -240,7 +241,7 @@ class Planner:
             self._compression if step >= 0 else None,
             exchange.wire_bytes,
         )
-        self.made[key] = (state, exchange)
+        self.made[key] = exchange
         return exchange
 
     def follow_formats(self, parameters: Sequence[torch.Tensor], rebuilt: bool) -> None:

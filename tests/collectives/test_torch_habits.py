@@ -160,6 +160,9 @@ def arrays_elsewhere(group):
     assert torch.equal(half, torch.from_numpy(decoded).bfloat16())
     assert pycomm.Int8().decode(wire, 400, own := numpy.empty_like(x)) is own
     assert (own == decoded).all()
+    indices, values = pycomm.TopK(k=2).select(x)
+    assert type(indices) is type(values) is numpy.ndarray
+    assert (x[indices] == values).all()
     if group.rank == 0:
         pycomm.send(x[::2], 1, group=group)
     else:

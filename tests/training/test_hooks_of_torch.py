@@ -90,6 +90,7 @@ def test_a_part_of_the_ranks_does_not_become_the_default_group():
 
 def one_name_twice(rank, size, store):
     """A process group with the name of a destroyed one has a group of its own."""
+    made = []
     for number in range(2):
         helpers.join_world(rank, size, f"{store}{number}")
         part = dist.new_group([0, 1])
@@ -99,9 +100,14 @@ def one_name_twice(rank, size, store):
             model.zero_grad()
             model(torch.full((1, 20), float(rank))).sum().backward()
             assert (model.module.weight.grad == 0.5).all()
-        groups = list(pycomm._init._over.values())
-        assert [known for known, _ in groups] == [part]
-        del model, groups
+        (known, group), *others = pycomm._init._over.items()
+        assert known is part
+        assert not others
+        for earlier in made:
+            with pytest.raises(pycomm.GroupUnusable):
+                pycomm.barrier(group=earlier)
+        made.append(group)
+        del model
         dist.destroy_process_group()
 
 
