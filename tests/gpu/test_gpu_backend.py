@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import backends
 import helpers
@@ -12,6 +15,9 @@ import random_operations
 import spanning
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import pycomm
 from pycomm._runtime.torch_private import backend_of
@@ -222,3 +228,51 @@ def on_nodes(rank: int, size: int, store: str, names: str, function: Callable[..
 def test_between_nodes_without_nccl() -> None:
     for result in helpers.run_ranks(3, on_nodes, "aab", spanning_groups):
         assert result == [3.0, [0.0, 0.0, 1.0, 1.0, 2.0, 2.0], "pycomm"]
+
+
+class FakeNCCL:
+    """Stands for torch.distributed.ProcessGroupNCCL: a backend whose all-reduce does nothing."""
+
+    Options = SimpleNamespace
+
+    def __new__(cls, _store: Any, rank: int, size: int, options: Any) -> Any:
+        assert options._timeout == timedelta(seconds=60)
+        return FakeProcessGroup._create_internal(rank, size, FakeProcessGroup.Options())
+
+
+def delegated(rank: int, size: int) -> list[Any]:
+    x = torch.full((4,), float(rank), device="cuda")
+    with mock.patch.multiple(
+        dist, is_nccl_available=lambda: True, ProcessGroupNCCL=FakeNCCL, create=True
+    ):
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+    received = torch.empty(4, device="cuda")
+    requests = [dist.isend(x, (rank + 1) % size), dist.irecv(received, (rank - 1) % size)]
+    for request in requests:
+        request.wait()
+    return [x[0].item(), received[0].item()]
+
+
+def test_nccl_has_collectives_between_nodes() -> None:
+    results = helpers.run_ranks(3, on_nodes, "aab", delegated)
+    assert results == [[0.0, 2.0], [1.0, 0.0], [2.0, 1.0]]
+
+
+def trained_by_fsdp(rank: int, size: int, device: str) -> list[torch.Tensor]:
+    mesh = init_device_mesh(device, (size,))
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(12, 30), torch.nn.ReLU(), torch.nn.Linear(30, 1))
+    model = torch.nn.Sequential(*layers).to(device)
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    train(model, rank, device)
+    return [p.full_tensor().detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.hardware
+def test_fsdp2() -> None:
+    want = run(2, trained_by_fsdp, "cpu", backend="gloo")
+    for got in run(2, trained_by_fsdp, "cuda"):
+        for mine, theirs in zip(got, want[0], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
