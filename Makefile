@@ -6,8 +6,8 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 # More than two cores have, because ranks that wait in tests leave cores idle.
 JOBS ?= 4
-# Of the mutants, the long tests and the kernels' element types, the fifth to run, 0 to 4; all of them
-# if it is empty.
+# Of the mutants, the long tests and the kernels' element types, the fifth to run, 0 to 4, and which of
+# the other versions of torch; all of them if it is empty.
 PART ?=
 # --once gives a test that fails no second try.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python tests/run.py $(if $(PART),--part $(PART)) $(TRIES) -n $(JOBS)
@@ -106,10 +106,10 @@ sass-limits: cuda-check disassembler
 
 # The torch.distributed backend against the headers of the other versions of torch, about 10 MB each.
 torch-headers: $(VENV)/.torch
-	$(BIN)/python tests/cpp/torch_headers.py build/torch-headers
+	$(BIN)/python tests/cpp/torch_headers.py build/torch-headers $(PART)
 
 torch-check: torch-headers
-	$(BIN)/python tests/cpp/torch_check.py build/torch-headers
+	$(BIN)/python tests/cpp/torch_check.py build/torch-headers $(PART)
 
 $(VENV)/.lint: $(VENV)/.built
 	$(BIN)/pip install -q --group lint

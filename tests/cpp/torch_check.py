@@ -1,6 +1,6 @@
 """Compiles the torch.distributed backend against the headers of other versions of torch.
 
-``python tests/cpp/torch_check.py FOLDER``, after ``torch_headers.py`` has fetched them there.
+``python tests/cpp/torch_check.py FOLDER [PART]``, after ``torch_headers.py`` has fetched them there.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def check(version: str, folder: Path) -> bool:
 
 
 def main() -> int:
-    """Checks all versions; the exit status says whether all is well."""
-    folder = Path(sys.argv[1])
+    """Checks the versions; the exit status says whether all is well."""
+    folder, versions = Path(sys.argv[1]), others(*sys.argv[2:])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(lambda version: check(version, folder), others()))
+        results = list(pool.map(lambda version: check(version, folder), versions))
     return 0 if all(results) else 1
 
 

@@ -1,7 +1,7 @@
 """Fetches the C++ headers of the supported versions of torch, without the rest of their wheels.
 
-``python tests/cpp/torch_headers.py FOLDER`` makes ``FOLDER/2.11/include`` and so on, except for the
-version that is installed. pip finds the wheels, as it is configured; HTTP range requests read about
+``python tests/cpp/torch_headers.py FOLDER [PART]`` makes ``FOLDER/2.11/include`` and so on, except for
+the version that is installed; with PART, a number, for one of these versions. pip finds the wheels, as it is configured; HTTP range requests read about
 10 MB of the hundreds of each.
 """
 
@@ -24,10 +24,11 @@ SUPPORTED = ("2.11", "2.12", "2.13", "2.14")
 READ_AHEAD = 16 << 20  # the headers lie together in the wheel
 
 
-def others() -> list[str]:
-    """The supported versions, without the one that is installed."""
+def others(part: str = "") -> list[str]:
+    """The supported versions, without the one that is installed; with `part` one of them."""
     installed = importlib.metadata.version("torch")
-    return [version for version in SUPPORTED if not installed.startswith(f"{version}.")]
+    found = [version for version in SUPPORTED if not installed.startswith(f"{version}.")]
+    return [found[int(part) % len(found)]] if part else found
 
 
 class RemoteFile(io.RawIOBase):
@@ -107,10 +108,10 @@ def fetch(version: str, folder: Path) -> None:
 
 
 def main() -> int:
-    """Fetches the headers of all versions."""
-    folder = Path(sys.argv[1])
+    """Fetches the headers."""
+    folder, versions = Path(sys.argv[1]), others(*sys.argv[2:])
     with ThreadPoolExecutor() as pool:
-        jobs = {version: pool.submit(fetch, version, folder) for version in others()}
+        jobs = {version: pool.submit(fetch, version, folder) for version in versions}
     failures = {version: error for version, job in jobs.items() if (error := job.exception())}
     for version, error in failures.items():
         print(f"no headers of torch {version}: {error}", file=sys.stderr)
