@@ -264,7 +264,9 @@ def test_compile_commands(tmp_path):
     """They name all sources, and folders of headers that exist."""
     bin_ = Path(sys.executable).parent
     subprocess.run(
-        ["cmake", "-S", ROOT, "-B", tmp_path, f"-DPYCOMM_PYTHON={sys.executable}", "-GNinja"],
+        ["cmake", "-S", ROOT, "-B", tmp_path, "-GNinja", "-DPYCOMM_BUILD_TESTS=ON",
+         "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
+         f"-DPYCOMM_PYTHON={sys.executable}"],
         env={"PATH": f"{bin_}:/usr/bin:/bin"}, check=True, capture_output=True, timeout=200,
     )  # fmt: skip
     commands = json.loads((tmp_path / "compile_commands.json").read_text())
