@@ -10,6 +10,8 @@ import os
 import re
 import runpy
 import shutil
+import subprocess
+import sysconfig
 from pathlib import Path
 
 # torch's build helper reads CUDA_HOME when it is imported, and guesses it wrongly from a wrapper.
@@ -135,12 +137,34 @@ def extension():  # type: ignore[no-untyped-def]
     )
 
 
+OBJECTS = ROOT / "build" / "objects"
+
+
+def install_for_cpp(prefix: Path) -> None:
+    """Installs headers, the objects of csrc/cpu as a library, and a CMake package."""
+    folder = ROOT / "build" / "cmake"
+    shutil.rmtree(folder, ignore_errors=True)  # it may have headers that are no more
+    tools = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    options = ["-GNinja", f"-DPYCOMM_OBJECTS={OBJECTS}", "-DCMAKE_INSTALL_LIBDIR=lib"]
+    for step in (
+        ["-S", ROOT, "-B", folder, *options],
+        ["--build", folder],
+        ["--install", folder, "--prefix", prefix.absolute()],
+    ):
+        subprocess.run(["cmake", *step], env=os.environ | {"PATH": tools}, check=True)
+
+
 class BuildObjects(BuildExtension):
     """Keeps the objects, so that the next build compiles only what has changed."""
 
     def finalize_options(self) -> None:  # noqa: D102
         super().finalize_options()
-        self.build_temp = str(ROOT / "build" / "objects")
+        self.build_temp = str(OBJECTS)
+
+    def run(self) -> None:  # noqa: D102
+        super().run()
+        if not (self.inplace or self.editable_mode):
+            install_for_cpp(Path(self.build_lib, "pycomm"))
 
 
 class BuildPackage(build_py):
