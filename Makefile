@@ -89,6 +89,11 @@ compile-commands: $(VENV)/.torch
 	  -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DPYCOMM_PYTHON=python >/dev/null
 	ln -sf build/$@/compile_commands.json .
 
+# The extension with CUDA, in an environment of its own: about 5 GB, for the time of the build.
+.PHONY: cuda-build
+cuda-build:
+	PYTHON=$(PYTHON) JOBS=$(JOBS) .ci/cuda-build
+
 cuda-check: $(VENV)/.torch
 	$(BIN)/python tests/cpp/cuda_check.py --for $(ARCHITECTURES) $(if $(PART),--part $(PART))
 

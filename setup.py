@@ -2,8 +2,7 @@
 
 pycomm._C gets its CUDA part if nvcc and a CUDA build of torch are there.
 
-PYCOMM_CUDA=0 leaves CUDA out, 1 insists on it, auto (the default) looks. PYCOMM_STRICT=1 makes
-warnings errors, as in the gate: newer compilers may have new ones. Metadata: pyproject.toml.
+docs/how-to/build-options.md has the environment variables that it reads. Metadata: pyproject.toml.
 """
 
 import os
