@@ -127,6 +127,7 @@ if(PYCOMM_SANITIZE STREQUAL "" AND CMAKE_SYSTEM_PROCESSOR STREQUAL "x86_64")
     execute_process(COMMAND ${PYCOMM_PYTHON} -c "import torch.utils.cpp_extension as torch; print(*torch.library_paths(), sep=';', end='')"
                     OUTPUT_VARIABLE torch_libraries COMMAND_ERROR_IS_FATAL ANY)
     target_link_directories(emulator PRIVATE ${torch_libraries})
+    target_link_options(emulator PRIVATE LINKER:--wrap=_ZN6pycomm4cuda5Group3runERKNS_4CallEmRKNS0_8ShardingE)
     target_link_libraries(emulator PRIVATE pycomm_device c10 torch_cpu torch_python)
     set_target_properties(emulator PROPERTIES PREFIX "" BUILD_RPATH "${torch_libraries}")
   endif()
