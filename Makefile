@@ -85,8 +85,14 @@ cpp-test mutants emulator racecheck tsan asan:
 
 # How each source is compiled, for clangd and the like; on x86-64 with the kernels, as C++.
 compile-commands: $(VENV)/.torch
-	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/$@ -G Ninja -DPYCOMM_PYTHON=python >/dev/null
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/$@ -G Ninja -DPYCOMM_BUILD_TESTS=ON \
+	  -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DPYCOMM_PYTHON=python >/dev/null
 	ln -sf build/$@/compile_commands.json .
+
+# The extension with CUDA, in an environment of its own: about 5 GB, for the time of the build.
+.PHONY: cuda-build
+cuda-build:
+	PYTHON=$(PYTHON) JOBS=$(JOBS) .ci/cuda-build
 
 cuda-check: $(VENV)/.torch
 	$(BIN)/python tests/cpp/cuda_check.py --for $(ARCHITECTURES) $(if $(PART),--part $(PART))
@@ -119,12 +125,13 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
+	$(BIN)/python -m mypy.stubtest pycomm._C --mypy-config-file tests/project/stubtest.ini
+	find csrc tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
+	find csrc tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
 
 clean:
 	rm -rf build out dist *.egg-info pycomm/*.so $(VENV)

@@ -2,14 +2,15 @@
 
 pycomm._C gets its CUDA part if nvcc and a CUDA build of torch are there.
 
-PYCOMM_CUDA=0 leaves CUDA out, 1 insists on it, auto (the default) looks. PYCOMM_STRICT=1 makes
-warnings errors, as in the gate: newer compilers may have new ones. Metadata: pyproject.toml.
+docs/how-to/build-options.md has the environment variables that it reads. Metadata: pyproject.toml.
 """
 
 import os
 import re
 import runpy
 import shutil
+import subprocess
+import sysconfig
 from pathlib import Path
 
 # torch's build helper reads CUDA_HOME when it is imported, and guesses it wrongly from a wrapper.
@@ -135,12 +136,34 @@ def extension():  # type: ignore[no-untyped-def]
     )
 
 
+OBJECTS = ROOT / "build" / "objects"
+
+
+def install_for_cpp(prefix: Path) -> None:
+    """Installs headers, the objects of csrc/cpu as a library, and a CMake package."""
+    folder = ROOT / "build" / "cmake"
+    shutil.rmtree(folder, ignore_errors=True)  # it may have headers that are no more
+    tools = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    options = ["-GNinja", f"-DPYCOMM_OBJECTS={OBJECTS}", "-DCMAKE_INSTALL_LIBDIR=lib"]
+    for step in (
+        ["-S", ROOT, "-B", folder, *options],
+        ["--build", folder],
+        ["--install", folder, "--prefix", prefix.absolute()],
+    ):
+        subprocess.run(["cmake", *step], env=os.environ | {"PATH": tools}, check=True)
+
+
 class BuildObjects(BuildExtension):
     """Keeps the objects, so that the next build compiles only what has changed."""
 
     def finalize_options(self) -> None:  # noqa: D102
         super().finalize_options()
-        self.build_temp = str(ROOT / "build" / "objects")
+        self.build_temp = str(OBJECTS)
+
+    def run(self) -> None:  # noqa: D102
+        super().run()
+        if not (self.inplace or self.editable_mode):
+            install_for_cpp(Path(self.build_lib, "pycomm"))
 
 
 class BuildPackage(build_py):

@@ -1,8 +1,7 @@
 """The extension module: numbers and pointers, no tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import Buffer
 
@@ -18,6 +17,7 @@ coded_algorithms: list[str]
 partial_sum_algorithms: list[str]
 zero_copy_algorithms: list[str]
 has_cuda: bool
+backend_table: object  # a PyCapsule, for pycomm._c10d
 window_layout: int
 window_magic: int
 most_recorded: int
@@ -38,17 +38,24 @@ least_transfer_bytes: int
 most_tile_bytes: int
 sent_whole_bytes: int
 
-class Codec:
+class _Metaclass(type): ...
+
+class _Object(metaclass=_Metaclass):
+    """What pybind11 gives every class: a metaclass, and a constructor that raises TypeError."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+class Codec(_Object):
     def __init__(
         self, kind: int, values: int = 0, stochastic: bool = False, block: int = 0, k: int = 0
     ) -> None: ...
 
-class Operation:
+class Operation(_Object):
     def __init__(
         self, *, collective: str, algorithm: str, dtype: str, op: str = "sum", root: int = 0
     ) -> None: ...
 
-class Call:
+class Call(_Object):
     def __init__(
         self,
         operation: Operation,
@@ -72,7 +79,7 @@ class Call:
     ) -> None: ...
     def set_step(self, step: int, /) -> None: ...
 
-class Blocks:
+class Blocks(_Object):
     def __init__(self, addresses: Sequence[int], counts: Sequence[int] = ()) -> None: ...
 
 def call_in_blocks(
@@ -108,19 +115,26 @@ def decode(
 def largest_safe(codec: Codec, dtype: int, op: int, nodes: int, world: int) -> float: ...
 def select(dtype: int, x: int, n: int, k: int, indices: int, values: int) -> int: ...
 
-class Crossing:
-    class Route(Enum):
-        one_shot = 0
-        two_shot = 1
-        reduce_scatter = 2
-        all_gather = 3
-        broadcast = 4
-        two_shot_window = 5
-        reduce_scatter_window = 6
-        all_gather_push = 7
-        all_gather_pull = 8
-        broadcast_pull = 9
-        broadcast_share = 10
+class Crossing(_Object):
+    class Route(_Object):
+        one_shot: ClassVar[Crossing.Route]
+        two_shot: ClassVar[Crossing.Route]
+        reduce_scatter: ClassVar[Crossing.Route]
+        all_gather: ClassVar[Crossing.Route]
+        broadcast: ClassVar[Crossing.Route]
+        two_shot_window: ClassVar[Crossing.Route]
+        reduce_scatter_window: ClassVar[Crossing.Route]
+        all_gather_push: ClassVar[Crossing.Route]
+        all_gather_pull: ClassVar[Crossing.Route]
+        broadcast_pull: ClassVar[Crossing.Route]
+        broadcast_share: ClassVar[Crossing.Route]
+        __members__: ClassVar[dict[str, Crossing.Route]]
+        @property
+        def name(self) -> str: ...
+        @property
+        def value(self) -> int: ...
+        def __index__(self) -> int: ...
+        def __int__(self) -> int: ...
 
     flag_bytes: int
     turns: int
@@ -136,13 +150,25 @@ class Crossing:
     ) -> None: ...
     def run(self, input: int, output: int, timeout: float) -> None: ...
 
-class WindowReader:
+class WindowReader(_Object):
     def __init__(self, fd: int, position: int) -> None: ...
     def state(self, most: int) -> dict[str, Any]: ...
 
-class OptimizerSettings:
-    lr: float
+class OptimizerSettings(_Object):
+    amsgrad: bool
+    decoupled: bool
+    nesterov: bool
+    maximize: bool
     adapt: bool
+    stochastic: bool
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    momentum: float
+    dampening: float
+    seed: int
     def __init__(self, rule: int, **settings: float) -> None: ...
 
 def optimizer_grad_norm(
@@ -156,7 +182,7 @@ def optimizer_step(
     settings: OptimizerSettings, table: Buffer, grad_scale: int, found_inf: int, clip: int
 ) -> None: ...
 
-class ShardedStep:
+class ShardedStep(_Object):
     def __init__(self, arena: int, arena_bytes: int, sums: int) -> None: ...
     def add(self, settings: OptimizerSettings, table: Buffer) -> None: ...
     def run(
@@ -184,7 +210,7 @@ class ShardedStep:
     def skips(self) -> bool: ...
     def finish(self) -> None: ...
 
-class CudaShardedStep:
+class CudaShardedStep(_Object):
     def __init__(self, arena: int, arena_bytes: int, sums: int) -> None: ...
     def clear(self) -> None: ...
     def add(
@@ -203,7 +229,7 @@ class CudaShardedStep:
 
 def advise_huge_pages(data: int, bytes: int) -> None: ...
 
-class DeviceTable:
+class DeviceTable(_Object):
     def set(self, table: Buffer) -> int: ...
     def upload(self, memory: int, device: int, stream: int) -> None: ...
     def grad_norm(
@@ -230,20 +256,20 @@ class DeviceTable:
 def decode_state(codes: int, largest: int, n: int, squares: bool, values: int) -> None: ...
 def encode_state(values: int, n: int, squares: bool, codes: int, largest: int) -> None: ...
 
-class Work:
+class Work(_Object):
     def wait(self) -> None: ...
     def completed(self) -> bool: ...
     def nonfinite(self) -> bool: ...
     def interval(self) -> tuple[float, float]: ...
     def moved(self) -> int: ...
 
-class Exchange:
+class Exchange(_Object):
     def __init__(self, calls: list[Call]) -> None: ...
     def submit(self, group: Group, step: int, /) -> Work: ...
 
-class Allocation(Buffer): ...
+class Allocation(_Object, Buffer): ...
 
-class Window:
+class Window(_Object):
     def __init__(self, fd: int, ranks: int, slice_bytes: int, staging_bytes: int) -> None: ...
     def reserve(self, owner: int, ranks: int, departed: Sequence[int]) -> tuple[int, int, int]: ...
     def cancel(self, owner: int, offset: int, id: int) -> None: ...
@@ -259,7 +285,7 @@ element_numbers: dict[str, int]
 any_source: int
 most_seconds: int
 
-class Transport:
+class Transport(_Object):
     def __init__(self, secret: bytes) -> None: ...
     def complete(self) -> None: ...
     def lose(self, node: int) -> None: ...
@@ -269,7 +295,7 @@ class Transport:
     def told(self, node: int, word: int) -> None: ...
     def await_node(self, node: int) -> None: ...
 
-class Port:
+class Port(_Object):
     def __init__(self, host: str) -> None: ...
     @property
     def address(self) -> tuple[str, int, bytes, str]: ...
@@ -279,19 +305,19 @@ class LocalTransport(Transport):
     @staticmethod
     def make(nodes: int) -> list[LocalTransport]: ...
 
-class Process:
+class Process(_Object):
     @staticmethod
     def find(pid: int) -> Process | None: ...
     @property
     def ended(self) -> bool: ...
 
-class Request:
+class Request(_Object):
     def wait(self) -> None: ...
     def completed(self) -> bool: ...
     @property
     def source(self) -> int: ...
 
-class Group:
+class Group(_Object):
     def __init__(
         self,
         window: Window,
@@ -380,7 +406,7 @@ class Group:
     @property
     def link_traffic(self) -> tuple[int, int]: ...
 
-class CudaEndpoint:
+class CudaEndpoint(_Object):
     def __init__(
         self,
         device: int,
@@ -395,15 +421,15 @@ class CudaEndpoint:
         stage_always: bool,
     ) -> None: ...
 
-class CudaHostRegistration:
+class CudaHostRegistration(_Object):
     def __init__(self, device: int, group: Group, rank: int, offset: int, bytes: int) -> None: ...
     @property
     def address(self) -> int: ...
 
-class CudaSharedLaunch:
+class CudaSharedLaunch(_Object):
     def __init__(self, endpoints: list[CudaEndpoint]) -> None: ...
 
-class CudaGroup:
+class CudaGroup(_Object):
     def __init__(
         self, host: Group, endpoint: CudaEndpoint, shared: CudaSharedLaunch | None
     ) -> None: ...

@@ -18,6 +18,9 @@ from pycomm._runtime import lifetime  # noqa: F401 - its exit handler comes afte
 
 __version__ = "0.1.0"
 
+# Where CMake's find_package finds the C++ libraries, once pycomm is installed from a wheel.
+cmake_prefix_path = __path__[0]
+
 # Where names are defined; __init__.pyi tells type checkers the same.
 _HOMES = {
     "pycomm._init": ("default_group", "init", "join", "set_default_group"),

@@ -62,3 +62,4 @@ from pycomm.tracing import Trace as Trace
 from pycomm.tracing import trace as trace
 
 __version__: str
+cmake_prefix_path: str

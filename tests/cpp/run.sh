@@ -31,8 +31,8 @@ run() {
 
 mkdir -p "$folder"
 # shellcheck disable=SC2086
-quietly cmake -S . -B "$folder" -G Ninja -DPYCOMM_SANITIZE="$sanitize" -DPYCOMM_PART="${2-}" \
-  -DPYCOMM_UNITED=ON -DPYCOMM_OBJECTS="$objects" $python
+quietly cmake -S . -B "$folder" -G Ninja -DPYCOMM_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+  -DPYCOMM_SANITIZE="$sanitize" -DPYCOMM_PART="${2-}" -DPYCOMM_UNITED=ON -DPYCOMM_OBJECTS="$objects" $python
 echo "building $target in $folder"
 quietly cmake --build "$folder" --target "$target"
 # shellcheck disable=SC2086

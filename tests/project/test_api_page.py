@@ -4,14 +4,18 @@ import importlib
 import re
 from pathlib import Path
 
+from torch.utils import cpp_extension
+
 import pycomm
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = set(re.findall(r"`([^`]+)`", (ROOT / "docs/api.md").read_text()))
+OPTIONS = ROOT / "docs/how-to/build-options.md"
+CMAKE = ROOT / "CMakeLists.txt"
 MODULES = ("hooks", "optim")  # whose names are not pycomm's own
 ENVIRON = re.compile(r'environ(?:\.get\(|\.setdefault\(|\[)"([A-Z_]+)"')
 # What tools for measuring set, and what launchers set.
-FOR_OTHERS = {"OMP_NUM_THREADS", "PATH", "PYTHONPATH", "RANK", "WORLD_SIZE", "FORCE_CUDA"}
+FOR_OTHERS = {"OMP_NUM_THREADS", "PATH", "PYTHONPATH", "RANK", "WORLD_SIZE"}
 
 
 def public_names():
@@ -40,13 +44,31 @@ def test_every_listed_name_exists():
                 found = getattr(found, name)
 
 
+def read_by(*paths):
+    return {name for path in paths for name in ENVIRON.findall(path.read_text())} - FOR_OTHERS
+
+
 def test_every_environment_variable_is_listed():
-    folders = [path for path in (ROOT / "pycomm").iterdir() if path.name != "bench"]
-    files = [
-        f for path in folders for f in ([path] if path.suffix == ".py" else path.rglob("*.py"))
+    """Those of builds on the page of build options, all others on the page of the API."""
+    builds = [ROOT / "setup.py", *ROOT.glob("pycomm/_runtime/c10d*.py")]
+    others = [
+        path
+        for path in ROOT.glob("pycomm/**/*.py")
+        if path not in builds and "bench" not in path.parts
     ]
-    read = {
-        name for path in [*files, ROOT / "setup.py"] for name in ENVIRON.findall(path.read_text())
-    }
-    assert "PYCOMM_LOG" in read
-    assert read - FOR_OTHERS - WORDS == set()
+    assert "PYCOMM_LOG" in read_by(*others)
+    assert read_by(*others) - WORDS == set()
+    assert {"PYCOMM_CUDA", "TORCH_EXTENSIONS_DIR"} < read_by(*builds)
+    variables, options = variables_of_builds()
+    assert read_by(*builds) - variables == set()
+    of_torch = {"MAX_JOBS", "PYTORCH_NVCC"}
+    assert of_torch <= set(re.findall(r"\w+", Path(cpp_extension.__file__).read_text()))
+    assert variables - read_by(*builds) == {"CC", *of_torch}  # setuptools reads CC
+    declared = re.findall(r"^(?:option|set)\((PYCOMM_\w+) .*", CMAKE.read_text(), re.MULTILINE)
+    assert options == {*declared, "CMAKE_CUDA_ARCHITECTURES"}
+
+
+def variables_of_builds():
+    """The environment variables and the options of CMake that the page of build options names."""
+    name = r"\b[A-Z]+(?:_[A-Z]+)+\b|\bC(?:C|XX)\b"
+    return (set(re.findall(name, part)) for part in OPTIONS.read_text().split("## CMake"))

@@ -7,18 +7,40 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import setuptools
 import torch
+from cpp_example import INSTALLED, check_example
 
 from pycomm._runtime import c10d_build
 
 pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).resolve().parents[2]
+INFORMATION = [
+    "licenses/LICENSE",
+    "METADATA",
+    "RECORD",
+    "WHEEL",
+    "entry_points.txt",
+    "top_level.txt",
+]
+SOURCES = [
+    "CHANGELOG.md",
+    "CMakeLists.txt",
+    "LICENSE",
+    "MANIFEST.in",
+    "PKG-INFO",
+    "README.md",
+    "pyproject.toml",
+    "setup.cfg",
+    "setup.py",
+]
 USE = """
 import pathlib, sys
 import torch.distributed as dist
@@ -53,11 +75,13 @@ def run(*command, cwd, **env):
 @pytest.mark.slow
 def test_wheel(tmp_path):
     """A single test, so that workers do not each build the wheel."""
+    check_sources(tmp_path)
     build(tmp_path / "wheel")
     (wheel,) = (tmp_path / "wheel").glob("*.whl")
     check_contents(wheel)
     check_name(wheel)
     check_works_in_an_environment_of_its_own(wheel, tmp_path)
+    check_serves_programs_in_cpp(wheel, tmp_path)
 
 
 def build(folder):
@@ -90,17 +114,20 @@ def test_warnings_are_errors_only_in_the_gate(monkeypatch, strict):
 
 
 def check_contents(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
-    found = [*(ROOT / "pycomm").rglob("*.py"), *(ROOT / "pycomm").rglob("*.pyi")]
-    assert {path.relative_to(ROOT).as_posix() for path in found} <= set(names)
-    assert sum(name.startswith("pycomm/_C.") and name.endswith(".so") for name in names) == 1
-    assert "pycomm/py.typed" in names
-    assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert sum(name.startswith("pycomm/_c10d_") and name.endswith(".so") for name in names) == 1
-    packed = {name.removeprefix("pycomm/csrc/") for name in names if "/csrc/" in name}
-    assert packed == set(c10d_build.sources())
-    tops = {name.split("/")[0].split("-")[0] for name in names}
-    assert tops == {"pycomm", "pycomm_backend.py", "torch_pycomm"}
+    """The modules and headers of the sources, and these other files."""
+    python = [path for kind in ("py", "pyi") for path in (ROOT / "pycomm").rglob(f"*.{kind}")]
+    expected = {path.relative_to(ROOT).as_posix() for path in python}
+    expected |= {f"pycomm/{path}" for path in INSTALLED}
+    expected |= {f"pycomm/csrc/{name}" for name in c10d_build.sources()}
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    modules = ("_C", c10d_build.module_name(torch.__version__))
+    expected |= {f"pycomm/{name}{suffix}" for name in modules}
+    info = "torch_pycomm-" + wheel.name.split("-")[1] + ".dist-info"
+    expected |= {f"{info}/{name}" for name in INFORMATION}
+    expected |= {"pycomm_backend.py", "pycomm/py.typed", "pycomm/advise/constants.json"}
+    sizes = {entry.filename: entry.compress_size for entry in zipfile.ZipFile(wheel).infolist()}
+    assert set(sizes) == expected
+    assert sum(sizes[f"pycomm/{path}"] for path in INSTALLED) < 5 << 20
 
 
 def check_name(wheel):
@@ -130,3 +157,29 @@ def check_works_in_an_environment_of_its_own(wheel, tmp_path):
     assert out.startswith("works with")
     out = run(python, "-m", "pycomm.collect_env", cwd=tmp_path)
     assert "pycomm" in out
+
+
+def check_serves_programs_in_cpp(wheel, tmp_path):
+    """CMake finds the libraries where the package says, and where its entry point says."""
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    show = "import pycomm; print(pycomm.cmake_prefix_path)"
+    prefix = run(sys.executable, "-c", show, cwd=tmp_path, PYTHONPATH=str(site)).strip()
+    assert prefix == str(site / "pycomm")
+    (distribution,) = metadata.distributions(path=[str(site)])
+    (entry,) = distribution.entry_points.select(group="cmake.prefix")
+    assert site / entry.value == Path(prefix)
+    check_example(tmp_path / "example", f"-DCMAKE_PREFIX_PATH={prefix}")
+
+
+def check_sources(folder):
+    """The sdist has all that a build reads. `make nightly` builds from it, which takes minutes."""
+    make = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", make, folder, cwd=ROOT)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as packed:
+        files = [member.name for member in packed.getmembers() if member.isfile()]
+    names = {name.partition("/")[2] for name in files if ".egg-info/" not in name}
+    package = [path for path in ROOT.glob("pycomm/**/*") if path.suffix not in (".so", ".pyc")]
+    sources = [path for path in [*package, *ROOT.glob("csrc/**/*")] if path.is_file()]
+    expected = {path.relative_to(ROOT).as_posix() for path in sources}
+    assert names == expected | {"pycomm_backend.py", *SOURCES}

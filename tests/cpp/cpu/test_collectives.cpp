@@ -309,6 +309,32 @@ void two_groups() {
   });
 }
 
+// A rank that fails ends the waits of the others; the world cannot be without ranks.
+void local_worlds_fail() {
+  cpu::LocalWorld world({2, 1}, {.timeout = 20});
+  int died = 0;
+  const auto fail = [&](int r) {
+    if (r == 1) throw std::runtime_error("rank 1's own");
+    try {
+      world[r].run({Collective::barrier, Algorithm::one_shot, DType::u8, ReduceOp::sum, 0, 0},
+                   nullptr, nullptr);
+    } catch (const CollectiveError& error) {
+      died += error.reason == Reason::peer_died && r == 0 ? 1 : 0;
+    }
+  };
+  std::string first;
+  try {
+    world.run(fail);
+  } catch (const std::exception& error) {
+    first = error.what();
+  }
+  PYCOMM_CHECK(first == "rank 1's own", "run() throws the rank's error, got " + first);
+  PYCOMM_CHECK(died == 1, "the other rank of the node learns that it has died");
+  PYCOMM_CHECK(refused([] { cpu::LocalWorld(0); }), "no ranks");
+  PYCOMM_CHECK(refused([] { cpu::LocalWorld({2, 0}); }), "no ranks on a node");
+  PYCOMM_CHECK(refused([] { cpu::LocalWorld(1, {.timeout = -1}); }), "no timeout");
+}
+
 }  // namespace
 }  // namespace pycomm::test
 
@@ -327,5 +353,6 @@ int main() {
   tests.push_back({"all-reduce across the wrap of epochs", [] { all_reduces(3, 0xffffffe0u); }});
   tests.push_back({"works run in order", works_in_order});
   tests.push_back({"two groups at once", two_groups});
+  tests.push_back({"worlds that fail", local_worlds_fail});
   return run_all(tests);
 }

@@ -1,6 +1,7 @@
 // A group's CUDA side together with its group on the host: what kernels and hosts tell each other,
 // run on the CPU (device/cuda_runtime.h).
 #include <cuda_runtime.h>
+#include <unistd.h>
 
 #include <array>
 #include <chrono>
@@ -17,6 +18,8 @@
 
 namespace pycomm::test {
 namespace {
+
+const std::string kRank1 = "rank 1 (pid " + std::to_string(getpid()) + ")";
 
 constexpr std::int64_t kCount = 10'000;
 
@@ -100,11 +103,10 @@ void times_out() {
   }
   PYCOMM_CHECK(ranks.hosts[1].abort_word() != 0,
                "the others learn of it without a call of rank 0's");
-  fails(
-      [&] { ranks.groups[0]->check(); }, Reason::timeout, 1,
-      "rank 1 (pid 0) did not answer within the timeout of the group: rank 0 waited 0.2 s for it");
+  fails([&] { ranks.groups[0]->check(); }, Reason::timeout, 1,
+        kRank1 + " did not answer within the timeout of the group: rank 0 waited 0.2 s for it");
   fails([&] { ranks.run(1); }, Reason::timeout, 1,
-        "rank 0 waited 0.2 s for this rank, rank 1 (pid 0), and gave up before it came");
+        "rank 0 waited 0.2 s for this rank, " + kRank1 + ", and gave up before it came");
   for (int r = 0; r < 2; ++r) refuses_work(ranks, r);
 }
 
@@ -336,12 +338,12 @@ int main() {
       {"an abort ends a kernel",
        [] {
          ends_the_kernel([](cpu::Group& host) { host.abort(); }, Reason::aborted,
-                         "rank 1 (pid 0) aborted the group during all_reduce(float32");
+                         kRank1 + " aborted the group during all_reduce(float32");
        }},
       {"so does a rank that leaves",
        [] {
          ends_the_kernel([](cpu::Group& host) { host.leave(); }, Reason::peer_died,
-                         "rank 1 (pid 0) died or left during all_reduce(float32");
+                         kRank1 + " died or left during all_reduce(float32");
        }},
       {"progress is shown",
        [] {
