@@ -123,7 +123,11 @@ def current_stream(of: Any = None) -> Stream:
 def get_device_properties(of: Any = None) -> Any:
     number = _visible()[_device(of).index]
     return types.SimpleNamespace(
-        name="emulated", multi_processor_count=PROCESSORS, uuid=uuid.UUID(int=(number + 1) << 100)
+        name="emulated",
+        major=9,
+        minor=0,
+        multi_processor_count=PROCESSORS,
+        uuid=uuid.UUID(int=(number + 1) << 100),
     )
 
 

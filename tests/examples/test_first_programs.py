@@ -80,7 +80,7 @@ def both_halves(rank, size):
     import pycomm
 
     with pycomm.init() as group:
-        halves = primitives.with_torch(rank, size), primitives.with_pycomm(group, CPU)
+        halves = primitives.with_torch(rank, size, CPU), primitives.with_pycomm(group, CPU)
     return [primitives.as_texts(half) for half in halves]
 
 

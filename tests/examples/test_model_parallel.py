@@ -10,6 +10,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
+CPU = torch.device("cpu")
 STEPS = 6
 PNG = b"\x89PNG"
 
@@ -51,16 +52,16 @@ def trained(_rank, _size, name, *arguments):
 def test_losses_are_those_of_one_process(name, ranks, more, tmp_path):
     """And the same bits on every rank and from run to run."""
     plot = tmp_path / "folder" / "plot.png"
-    first = backends.run(ranks, trained, name, None, *more)
+    first = backends.run(ranks, trained, name, None, CPU, *more)
     assert first[0] == pytest.approx(alone(), rel=1e-4)
     assert first == [first[0]] * ranks
-    assert backends.run(ranks, trained, name, str(plot), *more) == first
+    assert backends.run(ranks, trained, name, str(plot), CPU, *more) == first
     assert plot.read_bytes().startswith(PNG)
 
 
 @pytest.mark.parametrize("compression", ["int8", "bf16"])
 def test_compressed_losses(compression):
-    first, second = backends.run(2, trained, "fsdp", None, compression)
+    first, second = backends.run(2, trained, "fsdp", None, CPU, compression)
     assert first == second
     assert first == pytest.approx(alone(), rel=0.01)
     assert first != pytest.approx(alone(), rel=1e-6)
