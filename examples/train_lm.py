@@ -50,6 +50,7 @@ CORPUS_BYTES = 4 << 20
 TALK_EVERY = 10  # steps
 LAST = 50  # steps in the mean that is the final loss
 TRACED = 5  # steps in the trace
+HEAP_BYTES = 64 << 20  # of GPU memory that ranks share, for shards
 WARM_UP = 3  # steps before one is captured
 OUT = Path(__file__).resolve().parent.parent / "out"
 
@@ -316,9 +317,9 @@ def capture(
     with torch.cuda.stream(side):
         for _ in range(WARM_UP):  # connects, and makes the optimizer's states
             step()
-    torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph, stream=side):
         loss = step()
+    torch.cuda.current_stream().wait_stream(side)
 
     def replay(batches: Batches) -> torch.Tensor:
         for mine, given in zip(static, batches, strict=True):
@@ -477,7 +478,8 @@ def compression_name(name: str) -> str:
 
 def run_rank(settings: Settings, plot: str) -> None:
     """Trains on one rank, and prints and draws the results on rank 0."""
-    with pycomm.init() as group:
+    on_gpus = settings.shard and settings.device == "cuda"
+    with pycomm.init(cuda_heap_bytes=HEAP_BYTES if on_gpus else 0) as group:
         run = train(settings, group)
     if group.rank == 0:
         print(summarise(run, settings, group.size))
