@@ -277,58 +277,72 @@ def add_gradients(
     return total
 
 
-def capture(
-    module: nn.Module, optimizer: optim.FusedSGD, settings: Settings, group: pycomm.Group,
-    batches: Batches,
-) -> Callable[[Batches], torch.Tensor]:  # fmt: skip
-    """Captures a whole step in a CUDA graph: gradients, their average over ranks, the update.
+class CapturedStep:
+    """Takes steps; after the first ones, a CUDA graph holds a whole step, and is replayed.
+
+    A step computes gradients, averages them over the ranks, and updates the parameters.
 
     Args:
         module: a rank's own model.
         optimizer: of its parameters.
         settings: of the training.
         group: the ranks.
-        batches: of the first steps, which are not captured.
-
-    Returns:
-        A function that replays the step with other batches.
     """
-    parameters = list(module.parameters())
-    gradients = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
-    residual, compression = torch.zeros_like(gradients), compression_of(settings)
-    begin = 0
-    for parameter in parameters:
-        parameter.grad = gradients[begin : begin + parameter.numel()].view_as(parameter)
-        begin += parameter.numel()
-    static = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
 
-    def step() -> torch.Tensor:
-        gradients.zero_()
-        loss = add_gradients(module, None, settings, static)
-        if compression is None:
-            pycomm.all_reduce(gradients, "avg", group=group)
-        else:
-            pycomm.compressed_all_reduce(gradients, compression, residual=residual, group=group)
-        optimizer.step()
-        return loss
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        settings: Settings,
+        group: pycomm.Group,
+    ) -> None:
+        self._module, self._optimizer = module, optimizer
+        self._settings, self._group = settings, group
+        self._compression = compression_of(settings)
+        parameters = list(module.parameters())
+        count = sum(parameter.numel() for parameter in parameters)
+        self._gradients = torch.zeros(count, device=parameters[0].device)
+        self._residual = torch.zeros_like(self._gradients)
+        begin = 0
+        for parameter in parameters:
+            end = begin + parameter.numel()
+            parameter.grad, begin = self._gradients[begin:end].view_as(parameter), end
+        self._batches: Batches = []  # a graph reads its inputs at the same addresses
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._taken = 0
 
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):  # connects, and makes the optimizer's states
-            step()
-    with torch.cuda.graph(graph, stream=side):
-        loss = step()
-    torch.cuda.current_stream().wait_stream(side)
-
-    def replay(batches: Batches) -> torch.Tensor:
-        for mine, given in zip(static, batches, strict=True):
+    def __call__(self, batches: Batches) -> torch.Tensor:
+        """Takes a step; returns the mean loss of its batches."""
+        self._batches = self._batches or [(x.clone(), y.clone()) for x, y in batches]
+        for mine, given in zip(self._batches, batches, strict=True):
             for tensor, values in zip(mine, given, strict=True):
                 tensor.copy_(values)
-        graph.replay()
-        return loss.clone()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        if self._taken == WARM_UP:  # ranks have connected, and the optimizer has its states
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=self._stream):
+                self._loss = self._run()
+        with torch.cuda.stream(self._stream):
+            if self._graph is None:
+                self._loss = self._run()
+            else:
+                self._graph.replay()
+        self._taken += 1
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return self._loss
 
-    return replay
+    def _run(self) -> torch.Tensor:
+        self._gradients.zero_()
+        loss = add_gradients(self._module, None, self._settings, self._batches)
+        if self._compression is None:
+            pycomm.all_reduce(self._gradients, "avg", group=self._group)
+        else:
+            pycomm.compressed_all_reduce(
+                self._gradients, self._compression, residual=self._residual, group=self._group
+            )
+        self._optimizer.step()
+        return loss
 
 
 def check_same(model: nn.Module, group: pycomm.Group) -> str:
@@ -412,16 +426,14 @@ def train(settings: Settings, group: pycomm.Group) -> Run:
     model: nn.Module
     state: State
     if settings.mode == "graph":
-        assert isinstance(optimizer, optim.FusedSGD)
-        model, state = (
-            module,
-            hooks.AllReduceState(group=group),
-        )  # the latter for its statistics, zeros
-        take_step = capture(module, optimizer, settings, group, draw())
+        model, state = module, hooks.AllReduceState(group=group)  # which exchanges nothing
+        take_step: Callable[[Batches], torch.Tensor] = CapturedStep(
+            module, optimizer, settings, group
+        )
     else:
         model, state = parallelise(module, optimizer, scaler, settings, group)
 
-        def take_step(batches: Batches) -> torch.Tensor:
+        def take_ordinary_step(batches: Batches) -> torch.Tensor:
             loss = add_gradients(model, scaler, settings, batches)
             if scaler is None:
                 optimizer.step()
@@ -432,6 +444,8 @@ def train(settings: Settings, group: pycomm.Group) -> Run:
             if isinstance(state, hooks.LocalSGDState):
                 state.step()
             return loss
+
+        take_step = take_ordinary_step
 
     log = Log(settings, group, state)
     with contextlib.ExitStack() as traced:
