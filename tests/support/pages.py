@@ -39,7 +39,7 @@ def readers_own(rank: int) -> dict[str, Any]:
 
 
 def run_blocks(
-    rank: int, size: int, store: str, page: str, left_out: Container[int], given: str
+    rank: int, size: int, store: str, page: str, left_out: Container[int], given: str, then: str
 ) -> list[int]:
     """Runs the blocks on one rank, each with what the blocks before it have defined.
 
@@ -56,18 +56,20 @@ def run_blocks(
         names |= readers_own(rank)
         exec(compile("\n" * line + block, page, "exec"), names)  # so tracebacks name the line
         ran.append(line + 1)
+    exec(then, names)
     dist.destroy_process_group()
     return ran
 
 
-def run(page: str, left_out: Container[int] = (), given: str = "") -> int:
+def run(page: str, left_out: Container[int] = (), given: str = "", then: str = "") -> int:
     """Runs a page's blocks on two ranks, and returns their number.
 
     Args:
         page: the page, by its path in the project.
         left_out: numbers of blocks that are not run.
         given: a program that defines what the page takes for granted.
+        then: a program that checks what the blocks have defined.
     """
-    first, second = helpers.run_ranks(2, run_blocks, page, left_out, given)
+    first, second = helpers.run_ranks(2, run_blocks, page, left_out, given, then)
     assert first == second
     return len(first)
