@@ -47,8 +47,8 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD with momentum."""
-    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+    """SGD with momentum. `foreach` would mix DTensors with plain tensors, which torch refuses."""
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9, foreach=False)
 
 
 class Interval(NamedTuple):
