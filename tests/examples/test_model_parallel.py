@@ -75,7 +75,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
     ("launcher", "script", "words"),
     [
         (TORCHRUN, ["fsdp.py", "--compression", "int8"], "FSDP, compression int8"),
-        ([], ["tensor_parallel.py", "--ranks", "2"], "tensor-parallel"),
+        ([], ["tensor_parallel.py", "--dtype", "bfloat16"], "tensor-parallel"),
+        ([], ["pipeline.py", "--dtype", "bfloat16"], "pipeline, schedule 1f1b"),
     ],
 )
 def test_command_lines(launcher, script, words, tmp_path):
