@@ -19,8 +19,9 @@ assert own_part(60, 30, mine) == (40, 20)[group.rank]
         ("docs/how-to/coming-from.md", 13, "", DEALT),
         ("docs/mixed-precision.md", 4, GROUP, ""),
         ("docs/how-to/arrays.md", 1, "", ""),
+        ("docs/from-zero-and-fsdp.md", 1, GROUP, ""),
     ],
-    ids=["coming-from", "mixed-precision", "arrays"],
+    ids=["coming-from", "mixed-precision", "arrays", "from-zero-and-fsdp"],
 )
 def test_programs(page, blocks, given, then):
     assert pages.run(page, given=given, then=then) == blocks
