@@ -1,4 +1,4 @@
-"""A short demonstration: training with and without compression, and pycomm compared with Gloo.
+"""A short demonstration: training with and without compression, and pycomm beside Gloo or NCCL.
 
 Takes under three minutes on two cores; ``make demo`` runs it.
 """
@@ -25,7 +25,8 @@ TRAININGS = {
 }
 OUT = Path(__file__).resolve().parent.parent / "out"
 CURVES = OUT / "demo_losses.png"
-BENCHMARK = "all_reduce -b 1K -e 64M -f 16 --buffer both --peer gloo --brief"
+BENCHMARK = "all_reduce -b 1K -e 64M -f 16 --buffer both"
+PEERS = {"cpu": "--peer gloo --brief", "cuda": "--peer nccl"}  # NCCL may be missing
 NEXT = """\
 Next:
   torchrun --nproc-per-node 2 examples/train_lm.py     the training under torchrun
@@ -70,9 +71,10 @@ def main() -> None:
     results, picture = OUT / "demo.json", OUT / "demo.png"
     print(f"1. A small transformer under DDP on {RANKS} ranks, with and without compression\n")
     launch.run(train_all, device, ranks=RANKS, device=device)
-    print(f"\n2. All-reduce among {RANKS} ranks, medians of pycomm and Gloo in the same rounds\n")
+    print(f"\n2. All-reduce among {RANKS} ranks, medians of both libraries in the same rounds\n")
     files = ["-J", str(results), "--plot", str(picture)]
-    cli.main([*BENCHMARK.split(), "--ranks", str(RANKS), "--device", device, *files])
+    options = ["--ranks", str(RANKS), "--device", device, *PEERS[device].split(), *files]
+    cli.main([*BENCHMARK.split(), *options])
     print(f"\nDrawn in {picture}\n\n{NEXT}")
 
 
