@@ -54,7 +54,7 @@ def test_the_program_of_the_readme(tmp_path):
         nccl = '"cpu:gloo,cuda:nccl", device_id=device'
         assert nccl in beginning
         beginning = beginning.replace(nccl, '"gloo"')
-        rank = 'int(os.environ["LOCAL_RANK"])'
+        rank = "torch.distributed.get_node_local_rank()"
         beginning = beginning.replace(rank, f"{rank} % torch.cuda.device_count()")
     first, after = (program.index(word) for word in ("device =", "net ="))
     (tmp_path / "train.py").write_text(program[:first] + beginning + program[after:])
