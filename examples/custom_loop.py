@@ -4,7 +4,8 @@
 
     python examples/custom_loop.py                  # two ranks, as threads of this process
     python examples/custom_loop.py --arrays numpy   # the same without torch's tensors
-    python examples/custom_loop.py --arrays cupy    # on a GPU, with a CUDA kernel of its own
+    python examples/custom_loop.py --device cuda    # torch's tensors on a GPU
+    python examples/custom_loop.py --arrays cupy    # CuPy's there, with a CUDA kernel of its own
     torchrun --nproc-per-node 2 examples/custom_loop.py
 
 A network with one hidden layer learns a function of two numbers. All of its weights lie in one
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
+from devices import add_device, device_of
 
 import pycomm
 
@@ -76,7 +78,9 @@ def stepper(arrays: str) -> Callable[[Any, Any], None]:
     return take_step_in_place
 
 
-def train(group: pycomm.Group, arrays: str, steps: int, warmup: int, batches: int) -> list[float]:
+def train(
+    group: pycomm.Group, arrays: str, steps: int, warmup: int, batches: int, device: str = "cpu"
+) -> list[float]:
     """Trains on one rank.
 
     Args:
@@ -85,14 +89,17 @@ def train(group: pycomm.Group, arrays: str, steps: int, warmup: int, batches: in
         steps: the number of steps.
         warmup: how many of them send gradients in full.
         batches: the number of batches in a step.
+        device: of torch's tensors.
 
     Returns:
         The mean error over all ranks in each step.
     """
     library = importlib.import_module(arrays)
+    where = {"device": device_of(device, group.rank)} if arrays == "torch" else {}
     same, own = numpy.random.default_rng(0), numpy.random.default_rng(1 + group.rank)
     count = sum(int(numpy.prod(shape)) for shape in SHAPES)
-    weights = library.asarray((same.standard_normal(count) / 4).astype(numpy.float32))
+    weights = (same.standard_normal(count) / 4).astype(numpy.float32)
+    weights = library.asarray(weights, **where)
     gradients, residual = library.zeros_like(weights), library.zeros_like(weights)
     take_step, compression, errors = stepper(arrays), pycomm.Int8(), []
     for step in range(steps):
@@ -101,7 +108,7 @@ def train(group: pycomm.Group, arrays: str, steps: int, warmup: int, batches: in
         for _ in range(batches):
             points = own.uniform(-2, 2, (BATCH, 2)).astype(numpy.float32)
             values = numpy.sin(points[:, :1] * 2) * points[:, 1:]
-            x, y = library.asarray(points), library.asarray(values)
+            x, y = (library.asarray(numbers, **where) for numbers in (points, values))
             error += add_gradients(library, weights, gradients, x, y) / batches
         gradients /= batches
         if step < warmup:
@@ -121,7 +128,7 @@ def train(group: pycomm.Group, arrays: str, steps: int, warmup: int, batches: in
 
 def check_weights(library: Any, weights: Any, group: pycomm.Group) -> None:
     """Raises an error unless all ranks have the same weights, to the bit."""
-    everyones = library.zeros((group.size, len(weights)), dtype=weights.dtype)
+    everyones = library.stack([weights] * group.size)
     pycomm.all_gather(everyones, weights, group=group)
     if not bool((everyones == weights).all()):
         raise RuntimeError("the ranks' weights differ")
@@ -133,7 +140,11 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--warmup", type=int, default=20, help="steps in full")
     parser.add_argument("--batches", type=int, default=2, help="batches of a step")
+    add_device(parser)
     options = vars(parser.parse_args())
+    if options["device"] == "cuda" and options["arrays"] == "numpy":
+        parser.error("--device cuda needs --arrays torch or cupy")
+    device_of(options["device"], 0)  # raises here, rather than in every process
     if "WORLD_SIZE" in os.environ:  # torchrun
         train(pycomm.init(), **options)
     else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from devices import CPU
 from model_parallel import Log, loss_of, make_optimizer, parser_of, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,23 +26,28 @@ from pycomm.fsdp import AllGather, ReduceScatter
 COMPRESSIONS = {"none": None, "bf16": pycomm.Cast(), "int8": pycomm.Int8()}
 
 
-def shard(net: nn.Sequential, compression: pycomm.Compression | None) -> None:
+def shard(net: nn.Sequential, compression: pycomm.Compression | None, device: str) -> None:
     """Leaves each rank its part of the parameters."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     for module in (*net, net):
         sharded = fully_shard(module, mesh=mesh)
         sharded.set_custom_all_gather(AllGather(mesh, compression))
         sharded.set_custom_reduce_scatter(ReduceScatter(mesh, compression))
 
 
-def train(steps: int, plot: str | None = None, compression: str = "none") -> Log:
+def train(
+    steps: int,
+    plot: str | None = None,
+    device: torch.device = CPU,
+    compression: str = "none",
+) -> Log:
     """Trains on every rank; rank 0 shows progress."""
     torch.manual_seed(0)
-    net = Transformer()
-    shard(net, COMPRESSIONS[compression])
+    net = Transformer().to(device)
+    shard(net, COMPRESSIONS[compression], device.type)
     optimizer = make_optimizer(net.parameters())
     mine = slice(dist.get_rank(), None, dist.get_world_size())
-    log = Log(f"FSDP, compression {compression}", steps, plot)
+    log = Log(f"FSDP, compression {compression}", steps, plot, device)
     for inputs, targets in log.batches():
         with log.step():
             loss = loss_of(net(inputs[mine]), targets[mine])

@@ -1,8 +1,12 @@
-"""What fsdp.py, tensor_parallel.py and pipeline.py share: text, progress, and who waits when."""
+"""What fsdp.py, tensor_parallel.py and pipeline.py share: text, progress, and who waits when.
+
+On GPUs, NCCL runs the collectives and messages; pictures are of the CPU's only.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 import warnings
@@ -13,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from devices import CPU, DTYPES, add_device, add_dtype, device_of
 from showing import Screen
 from torch import profiler
 from torch.nn import functional
@@ -42,8 +47,8 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD with momentum."""
-    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+    """SGD with momentum. `foreach` would mix DTensors with plain tensors, which torch refuses."""
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9, foreach=False)
 
 
 class Interval(NamedTuple):
@@ -61,14 +66,18 @@ class Log:
         title: of the progress bar and the picture.
         steps: the number of steps.
         plot: file for the picture, a PNG; None for none.
+        device: of the batches.
 
     Attributes:
         losses: the loss of each step.
     """
 
-    def __init__(self, title: str, steps: int, plot: str | None = None) -> None:
+    def __init__(
+        self, title: str, steps: int, plot: str | None = None, device: torch.device = CPU
+    ) -> None:
         self.losses: list[float] = []
-        self._title, self._steps, self._plot = title, steps, plot
+        self._title, self._steps, self._device = title, steps, device
+        self._plot = plot if device == CPU else None  # the profiler would record launches
         self._screen = Screen(title, steps, dist.get_rank())
         self._profile = profiler.profile(activities=[profiler.ProfilerActivity.CPU])
         self._begins: list[float] = []
@@ -76,8 +85,8 @@ class Log:
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """A batch for every step."""
-        for _, batch in zip(range(self._steps), batches(), strict=False):
-            yield batch
+        for _, (inputs, targets) in zip(range(self._steps), batches(), strict=False):
+            yield inputs.to(self._device), targets.to(self._device)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -212,12 +221,32 @@ def parser_of(script: str, doc: str | None) -> argparse.ArgumentParser:
     add("--ranks", type=int, default=2, help="processes to start without torchrun (default 2)")
     add("--steps", type=int, default=300, help="training steps (default 300)")
     add("--plot", default=str(plot), help="who waits when, as a PNG (default %(default)s)")
+    add_device(parser)
+    add_dtype(parser)
     return parser
 
 
 def run(train: Callable[..., Log], arguments: argparse.Namespace, *more: str) -> None:
-    """Calls ``train(steps, plot, *more)`` on every rank of a group on pycomm."""
+    """Calls ``train(steps, plot, device, *more)`` on every rank of a group."""
     launch.require("rich", "matplotlib")
+    check_gpus(arguments.device, int(os.environ.get("LOCAL_WORLD_SIZE", arguments.ranks)))
+    place = arguments.device, arguments.dtype
     launch.run(
-        train, arguments.steps, arguments.plot, *more, ranks=arguments.ranks, backend="pycomm"
-    )
+        run_rank, train, *place, arguments.steps, arguments.plot, *more,
+        ranks=arguments.ranks, backend="pycomm", device=arguments.device,
+    )  # fmt: skip
+
+
+def check_gpus(device: str, ranks: int) -> None:
+    """Exits unless NCCL can serve the ranks of this machine."""
+    device_of(device, 0)
+    if device == "cuda" and (torch.cuda.device_count() < ranks or not dist.is_nccl_available()):
+        raise SystemExit(f"--device cuda needs NCCL and a GPU for each of the {ranks} ranks")
+
+
+def run_rank(
+    train: Callable[..., Log], device: str, dtype: str, steps: int, plot: str, *more: str
+) -> None:
+    """Trains on one rank."""
+    torch.set_default_dtype(DTYPES[dtype])
+    train(steps, plot, device_of(device, dist.get_rank()), *more)

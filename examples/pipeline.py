@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from devices import CPU
 from model_parallel import Log, loss_of, make_optimizer, parser_of, run
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -31,14 +32,16 @@ def layers_of(rank: int, ranks: int) -> nn.Sequential:
     return nn.Sequential(*layers[rank * len(layers) // ranks : (rank + 1) * len(layers) // ranks])
 
 
-def train(steps: int, plot: str | None = None, schedule: str = "1f1b") -> Log:
+def train(
+    steps: int, plot: str | None = None, device: torch.device = CPU, schedule: str = "1f1b"
+) -> Log:
     """Trains on every rank; rank 0 shows progress."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    layers = layers_of(rank, ranks)
-    stage = PipelineStage(layers, rank, ranks, torch.device("cpu"))
+    layers = layers_of(rank, ranks).to(device)
+    stage = PipelineStage(layers, rank, ranks, device)
     pipeline = SCHEDULES[schedule](stage, MICROBATCHES, loss_fn=loss_of)
     optimizer = make_optimizer(layers.parameters())
-    log = Log(f"pipeline, schedule {schedule}", steps, plot)
+    log = Log(f"pipeline, schedule {schedule}", steps, plot, device)
     for inputs, targets in log.batches():
         losses: list[torch.Tensor] = []
         with log.step():
@@ -49,7 +52,7 @@ def train(steps: int, plot: str | None = None, schedule: str = "1f1b") -> Log:
                 pipeline.step(*given)
             optimizer.step()
             optimizer.zero_grad()
-        loss = torch.stack(losses).mean() if stage.is_last else torch.empty(())
+        loss = torch.stack(losses).mean() if stage.is_last else torch.empty((), device=device)
         dist.broadcast(loss, ranks - 1)
         log.add(loss)
     log.close()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from devices import add_device, device_of
+from devices import CPU, add_device, device_of
 
 import pycomm
 from pycomm.bench import launch
@@ -31,12 +31,9 @@ def initial(rank: int, ranks: int) -> torch.Tensor:
     return 10 * rank + torch.arange(ranks)
 
 
-def with_torch(rank: int, ranks: int) -> Results:
-    """What this rank has after each primitive of torch.distributed.
-
-    The backend "pycomm" takes CPU tensors only. For tensors on GPUs, torch has NCCL.
-    """
-    mine, results = initial(rank, ranks), Results()
+def with_torch(rank: int, ranks: int, device: torch.device) -> Results:
+    """What this rank has after each primitive of torch.distributed, on the CPU or over NCCL."""
+    mine, results = initial(rank, ranks).to(device), Results()
     is_first = rank == 0
 
     results["broadcast"] = mine.clone()
@@ -69,12 +66,12 @@ def with_torch(rank: int, ranks: int) -> Results:
     dist.all_to_all_single(results["all_to_all"], mine)
 
     # A ring: to the next rank, from the one before. If every rank began with send() and the message
-    # were large, every rank would wait for a receiver; so the send runs beside the receive.
+    # were large, every rank would wait for a receiver; so both messages begin together.
     results["send, recv"] = torch.empty_like(mine)
-    sending = dist.isend(mine, (rank + 1) % ranks)
-    dist.recv(results["send, recv"], (rank - 1) % ranks)
-    assert sending is not None
-    sending.wait()
+    sending = dist.P2POp(dist.isend, mine, (rank + 1) % ranks)
+    receiving = dist.P2POp(dist.irecv, results["send, recv"], (rank - 1) % ranks)
+    for request in dist.batch_isend_irecv([sending, receiving]):
+        request.wait()
 
     dist.barrier()  # returns when every rank has come to it
     return results
@@ -137,9 +134,11 @@ def run_rank(device: str) -> None:
     """Runs all primitives on one rank; rank 0 prints what every rank has."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     place = device_of(device, rank)
-    torchs = as_texts({"before": initial(rank, ranks)} | with_torch(rank, ranks))
+    has_nccl = "nccl" in dist.get_backend_config()  # it needs a GPU for each rank
+    before = {"before": initial(rank, ranks)}
+    torchs = as_texts(before | with_torch(rank, ranks, place if has_nccl else CPU))
     with pycomm.init() as group:
-        ours = as_texts({"before": initial(rank, ranks)} | with_pycomm(group, place))
+        ours = as_texts(before | with_pycomm(group, place))
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, (torchs, ours))
     if rank == 0:
@@ -155,7 +154,9 @@ def main() -> None:
     add_device(parser)
     options = parser.parse_args()
     device_of(options.device, 0)  # raises here, rather than in every process
-    launch.run(run_rank, options.device, ranks=options.ranks, backend="pycomm")
+    launch.run(
+        run_rank, options.device, ranks=options.ranks, backend="pycomm", device=options.device
+    )
 
 
 if __name__ == "__main__":

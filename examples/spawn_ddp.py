@@ -4,7 +4,7 @@
 
     python examples/spawn_ddp.py
     python examples/spawn_ddp.py --ranks 4 --compression none
-    python examples/spawn_ddp.py --device cuda
+    python examples/spawn_ddp.py --device cuda --dtype bfloat16
 
 Everything is as in a program for torch alone: `spawn` starts the processes, a DistributedSampler
 gives each rank its share of the samples, and `set_epoch` shuffles them anew in each epoch. The two
@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from devices import add_device, device_of
+from devices import DTYPES, add_device, add_dtype, device_of
 from torch import multiprocessing, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -70,7 +70,7 @@ def train(group: pycomm.Group, device: torch.device, epochs: int, compression: s
     losses = []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)  # without it, every epoch has the order of the first one
-        total = torch.zeros(1, device=device)
+        total = torch.zeros(1, dtype=torch.float32, device=device)
         for points, values in loader:
             loss = functional.mse_loss(model(points.to(device)), values.to(device))
             optimizer.zero_grad()
@@ -87,10 +87,11 @@ def train(group: pycomm.Group, device: torch.device, epochs: int, compression: s
 
 
 def run_rank(
-    rank: int, ranks: int, folder: str, device: str, epochs: int, compression: str
+    rank: int, folder: str, ranks: int, epochs: int, compression: str, device: str, dtype: str
 ) -> None:
     """What a spawned process does; `spawn` passes its rank first."""
     torch.set_num_threads(1)
+    torch.set_default_dtype(DTYPES[dtype])
     place = device_of(device, rank)
     # Gloo is for torch's own operations. It accepts GPUs that ranks share, which NCCL refuses.
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
@@ -106,13 +107,14 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5, help="(default 5)")
     parser.add_argument("--compression", choices=("int8", "none"), default="int8")
     add_device(parser)
+    add_dtype(parser)
     options = parser.parse_args()
     if not 1 <= options.ranks <= BATCH:
         parser.error(f"--ranks must be 1 to {BATCH}, the samples of a step")
     device_of(options.device, 0)  # raises here, rather than in every process
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (options.ranks, folder, options.device, options.epochs, options.compression)
+        arguments = (folder, *vars(options).values())
         multiprocessing.spawn(run_rank, arguments, nprocs=options.ranks)  # type: ignore[attr-defined, no-untyped-call]
 
 

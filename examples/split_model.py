@@ -4,7 +4,7 @@
 
     python examples/split_model.py
     torchrun --nproc-per-node 2 examples/split_model.py
-    python examples/split_model.py --device cuda
+    python examples/split_model.py --device cuda --dtype bfloat16
 
 Rank 0 has the first layers and rank 1 the last ones. In each step,
 
@@ -23,7 +23,7 @@ import argparse
 from collections.abc import Iterator
 
 import torch
-from devices import add_device, device_of
+from devices import DTYPES, add_device, add_dtype, device_of
 from torch import nn
 from torch.nn import functional
 
@@ -102,8 +102,9 @@ def train_whole(steps: int, device: torch.device) -> list[float]:
     return losses
 
 
-def run_rank(steps: int, device: str) -> None:
+def run_rank(steps: int, device: str, dtype: str) -> None:
     """Trains on one rank; rank 1 compares the losses with those of the whole model."""
+    torch.set_default_dtype(DTYPES[dtype])
     with pycomm.init() as group:
         if group.size != 2:
             raise SystemExit(f"the model has two parts, so it needs 2 ranks, not {group.size}")
@@ -124,11 +125,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
     add_device(parser)
+    add_dtype(parser)
     options = parser.parse_args()
     if options.steps < 1:
         parser.error("--steps must be at least 1")
     device_of(options.device, 0)  # raises here, rather than in every process
-    launch.run(run_rank, options.steps, options.device, ranks=2)
+    launch.run(run_rank, *vars(options).values(), ranks=2)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
     python examples/survive.py
     python examples/survive.py --rejoin
+    python examples/survive.py --device cuda --dtype bfloat16
 
 The model is that of ``train_lm.py``, on the standard library's sources. The survivors go on in a
 smaller group, without a checkpoint and without new processes. Every step is taken by all of them or
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from devices import DTYPES, add_device, add_dtype, device_of
 from torch.nn import functional
 from train_lm import VOCABULARY, Transformer, check_same, draw_batch, read_corpus
 
@@ -33,7 +35,9 @@ import pycomm
 RANKS = 4
 
 
-def train(number: int, steps: int, size: int, folder: str, progress: Any) -> None:
+def train(
+    number: int, steps: int, size: int, folder: str, progress: Any, device: str, dtype: str
+) -> None:
     """Trains as one of the first ranks, or joins them if the number is higher.
 
     Args:
@@ -42,9 +46,13 @@ def train(number: int, steps: int, size: int, folder: str, progress: Any) -> Non
         size: how many ranks there must be at the end.
         folder: where the processes find each other.
         progress: shows the parent the number of steps.
+        device: of the model, "cpu" or "cuda".
+        dtype: of the model, a key of `DTYPES`.
     """
     torch.set_num_threads(1)
+    torch.set_default_dtype(DTYPES[dtype])
     torch.manual_seed(0)
+    place = device_of(device, number)
     door, is_new = Path(folder, "door"), number >= RANKS
     if is_new:
         group = pycomm.join(door, timeout=60)
@@ -52,13 +60,13 @@ def train(number: int, steps: int, size: int, folder: str, progress: Any) -> Non
         world = dist.FileStore(f"{folder}/store", RANKS)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=world, rank=number, world_size=RANKS)
         group = pycomm.init(timeout=30)
-    net = Transformer()
+    net = Transformer().to(place)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     corpus, draw = read_corpus(number % RANKS, RANKS), torch.Generator().manual_seed(number)
     model: Any = None
     trained_by, done = None, {"steps": 0}
     while True:
-        text, target = draw_batch(corpus, draw)
+        text, target = (part.to(place) for part in draw_batch(corpus, draw))
         optimizer.zero_grad()
         try:
             if trained_by is not group:
@@ -101,7 +109,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rejoin", action="store_true", help="replace processes that are killed")
     parser.add_argument("--seed", type=int, default=None, help="of the victims and the moments")
+    add_device(parser)
+    add_dtype(parser)
     options = parser.parse_args()
+    device_of(options.device, 0)  # raises here, rather than in every process
     choice = random.Random(options.seed)
     context = multiprocessing.get_context("spawn")
     progress = context.Value("i", 0, lock=False)
@@ -112,7 +123,8 @@ def main() -> int:
     def start(folder: str) -> None:
         size = RANKS if options.rejoin else 1
         arguments = (len(processes), options.steps, size, folder, progress)
-        processes.append(context.Process(target=train, args=arguments))
+        place = (options.device, options.dtype)
+        processes.append(context.Process(target=train, args=(*arguments, *place)))
         processes[-1].start()
 
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from devices import CPU
 from model_parallel import Log, loss_of, make_optimizer, parser_of, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,25 +37,25 @@ def keep_heads_whole(linear: nn.Linear, ranks: int) -> None:
             rows.copy_(parts.transpose(0, 1).reshape(rows.shape))
 
 
-def split(net: nn.Sequential) -> None:
+def split(net: nn.Sequential, device: str) -> None:
     """Leaves each rank its part of the matrices."""
     ranks = dist.get_world_size()
     if HEADS % ranks:
         raise SystemExit(f"{HEADS} heads cannot be split among {ranks} ranks")
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(device, (ranks,))
     for layer in net:
         if isinstance(layer, Block):
             keep_heads_whole(layer.query_key_value, ranks)
             parallelize_module(layer, mesh, PLAN)
 
 
-def train(steps: int, plot: str | None = None) -> Log:
+def train(steps: int, plot: str | None = None, device: torch.device = CPU) -> Log:
     """Trains on every rank; rank 0 shows progress."""
     torch.manual_seed(0)
-    net = Transformer()
-    split(net)
+    net = Transformer().to(device)
+    split(net, device.type)
     optimizer = make_optimizer(net.parameters())
-    log = Log("tensor-parallel", steps, plot)
+    log = Log("tensor-parallel", steps, plot, device)
     for inputs, targets in log.batches():
         with log.step():
             loss = loss_of(net(inputs), targets)

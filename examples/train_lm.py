@@ -6,9 +6,12 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --mode wrapper --compression topk:0.01
     python examples/train_lm.py --mode wrapper --shard gradients
     python examples/train_lm.py --compression topk:0.03:values=int8 --error-reset
+    python examples/train_lm.py --autocast float16 --grad-scaler --accumulate 2 --recompute
+    python examples/train_lm.py --device cuda --mode graph --compression int8 --compile
 
 `parallelise` makes the model data-parallel, with torch's DistributedDataParallel and one of
-pycomm's hooks, or with pycomm's own wrapper. The training loop is the same for both.
+pycomm's hooks, or with pycomm's own wrapper. The training loop is the same for both. With ``--mode
+graph`` a CUDA graph holds a whole step, in which the program averages the gradients itself.
 """
 
 from __future__ import annotations
@@ -19,18 +22,22 @@ import hashlib
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
+from devices import DTYPES, add_device, add_dtype, device_of
 from showing import Screen, draw_losses
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import pycomm
-from pycomm import hooks
+from pycomm import hooks, optim
 from pycomm.bench import launch
 
 VOCABULARY = 128  # ASCII
@@ -43,10 +50,13 @@ CORPUS_BYTES = 4 << 20
 TALK_EVERY = 10  # steps
 LAST = 50  # steps in the mean that is the final loss
 TRACED = 5  # steps in the trace
+HEAP_BYTES = 64 << 20  # of GPU memory that ranks share, for shards
+WARM_UP = 3  # steps before one is captured
 OUT = Path(__file__).resolve().parent.parent / "out"
 
 
 State = hooks.CommState | hooks.LocalSGDState
+Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Block(nn.Module):
@@ -91,14 +101,27 @@ class Transformer(nn.Sequential):
     """Predicts the next character from up to `CONTEXT` characters before it.
 
     Maps (batch, time) of characters to (batch, time, vocabulary) of logits.
+
+    Args:
+        recompute: keep only the blocks' inputs, and compute a block anew in backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recompute: bool = False) -> None:
         super().__init__(
             Embedding(),
             *(Block() for _ in range(LAYERS)),
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)),
         )
+        self._recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        for layer in self:
+            if self._recompute and isinstance(layer, Block):  # which draws no random numbers
+                x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x)
+        return x
 
 
 def read_corpus(rank: int, size: int) -> torch.Tensor:
@@ -121,20 +144,34 @@ class Settings:
     """Settings of a training.
 
     Attributes:
-        mode: ``"ddp"`` or ``"wrapper"``.
         compression: a name for :func:`pycomm.parse_compression`.
+        mode: ``"ddp"``, ``"wrapper"`` or ``"graph"``.
         steps: number of steps.
         trace: file for a trace of the last steps.
         shard: the wrapper's option: ``"optimizer"``, ``"gradients"`` or None.
         error_reset: compress each rank's update instead of its gradients (docs/data-parallel.md).
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: of parameters, a key of `DTYPES`.
+        autocast: of forwards, ``"bfloat16"``, ``"float16"`` or None.
+        grad_scaler: scale the loss, and skip steps that overflow.
+        accumulate: batches in a step.
+        recompute: activations, in backward.
+        compile: the model, with torch.compile.
     """
 
-    mode: str
-    compression: str
-    steps: int
+    compression: str = "none"
+    mode: str = "ddp"
+    steps: int = 1500
     trace: str | None = None
     shard: str | None = None
     error_reset: bool = False
+    device: str = "cpu"
+    dtype: str = "float32"
+    autocast: str | None = None
+    grad_scaler: bool = False
+    accumulate: int = 1
+    recompute: bool = False
+    compile: bool = False
 
     @property
     def name(self) -> str:
@@ -180,18 +217,20 @@ class Run:
 
 
 def parallelise(
-    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, group: pycomm.Group
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: optim.GradScaler | None,
+    settings: Settings,
+    group: pycomm.Group,
 ) -> tuple[nn.Module, State]:
     """Returns a model whose backward averages gradients over all ranks, and its state.
 
     With error reset, ``state.step()`` averages updates instead after each step of the optimizer.
     """
-    compression = None
-    if settings.compression != "none":
-        compression = pycomm.parse_compression(settings.compression)
+    compression = compression_of(settings)
     if settings.mode == "wrapper":
         wrapped = pycomm.DataParallel(
-            model, compression=compression, group=group, shard=settings.shard
+            model, compression=compression, group=group, shard=settings.shard, grad_scaler=scaler
         )
         assert isinstance(wrapped.comm_state, hooks.CommState)  # it exchanges gradients
         return wrapped, wrapped.comm_state
@@ -204,16 +243,113 @@ def parallelise(
             gradient_steps=settings.steps // 10, group=group,
         )  # fmt: skip
     else:
-        state = hooks.CommState(compression, parameters, group=group)
+        state = hooks.CommState(compression, parameters, grad_scaler=scaler, group=group)
     state.register(ddp)
     return ddp, state
+
+
+def compression_of(settings: Settings) -> pycomm.Compression | None:
+    """The compression; None for none."""
+    return (
+        None if settings.compression == "none" else pycomm.parse_compression(settings.compression)
+    )
+
+
+def add_gradients(
+    model: nn.Module, scaler: optim.GradScaler | None, settings: Settings, batches: Batches
+) -> torch.Tensor:
+    """Adds the gradients of batches; only the last one's backward averages over ranks.
+
+    Returns:
+        The mean loss.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=batches[0][0].device)
+    kind = getattr(torch, settings.autocast) if settings.autocast else None
+    for number, (inputs, targets) in enumerate(batches, 1):
+        exchanges = number == len(batches) or settings.mode == "graph"
+        hold: Any = contextlib.nullcontext() if exchanges else model.no_sync()  # type: ignore[operator]
+        with hold, torch.autocast(settings.device, kind, enabled=kind is not None):
+            logits = model(inputs).flatten(0, 1)
+            loss = functional.cross_entropy(logits, targets.flatten()) / len(batches)
+            scaled = loss if scaler is None else scaler.scale(loss)
+            scaled.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total
+
+
+class CapturedStep:
+    """Takes steps; after the first ones, a CUDA graph holds a whole step, and is replayed.
+
+    A step computes gradients, averages them over the ranks, and updates the parameters.
+
+    Args:
+        module: a rank's own model.
+        optimizer: of its parameters.
+        settings: of the training.
+        group: the ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        settings: Settings,
+        group: pycomm.Group,
+    ) -> None:
+        self._module, self._optimizer = module, optimizer
+        self._settings, self._group = settings, group
+        self._compression = compression_of(settings)
+        parameters = list(module.parameters())
+        count = sum(parameter.numel() for parameter in parameters)
+        self._gradients = torch.zeros(count, device=parameters[0].device)
+        self._residual = torch.zeros_like(self._gradients)
+        begin = 0
+        for parameter in parameters:
+            end = begin + parameter.numel()
+            parameter.grad, begin = self._gradients[begin:end].view_as(parameter), end
+        self._batches: Batches = []  # a graph reads its inputs at the same addresses
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._taken = 0
+
+    def __call__(self, batches: Batches) -> torch.Tensor:
+        """Takes a step; returns the mean loss of its batches."""
+        self._batches = self._batches or [(x.clone(), y.clone()) for x, y in batches]
+        for mine, given in zip(self._batches, batches, strict=True):
+            for tensor, values in zip(mine, given, strict=True):
+                tensor.copy_(values)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        if self._taken == WARM_UP:  # ranks have connected, and the optimizer has its states
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=self._stream):
+                self._loss = self._run()
+        with torch.cuda.stream(self._stream):
+            if self._graph is None:
+                self._loss = self._run()
+            else:
+                self._graph.replay()
+        self._taken += 1
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return self._loss
+
+    def _run(self) -> torch.Tensor:
+        self._gradients.zero_()
+        loss = add_gradients(self._module, None, self._settings, self._batches)
+        if self._compression is None:
+            pycomm.all_reduce(self._gradients, "avg", group=self._group)
+        else:
+            pycomm.compressed_all_reduce(
+                self._gradients, self._compression, residual=self._residual, group=self._group
+            )
+        self._optimizer.step()
+        return loss
 
 
 def check_same(model: nn.Module, group: pycomm.Group) -> str:
     """Returns a hash of the parameters; exits if ranks' parameters differ in any bit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+        digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
     everyone = torch.empty(group.size * len(mine), dtype=torch.uint8)
     pycomm.all_gather(everyone, mine, group=group)
@@ -227,8 +363,9 @@ class Log:
 
     def __init__(self, settings: Settings, group: pycomm.Group, state: State) -> None:
         self._group, self._state = group, state
+        self._tokens = BATCH * settings.accumulate * CONTEXT * group.size  # of a step
         self._screen = Screen(settings.name, settings.steps, group.rank)
-        self._recent = torch.zeros(1)
+        self._recent = torch.zeros(1, dtype=torch.float32)
         self._losses: list[float] = []
         self._exchanging = 0.0
         self._stamps = [time.perf_counter()]
@@ -242,7 +379,7 @@ class Log:
         if step % TALK_EVERY == 0:
             pycomm.all_reduce(self._recent, "avg", group=self._group)
             self._losses.append(self._recent.item() / TALK_EVERY)
-            tokens = step * BATCH * CONTEXT * self._group.size
+            tokens = step * self._tokens
             self._screen.show(step, self._losses[-1], tokens / self._seconds)
             self._recent.zero_()
 
@@ -269,28 +406,54 @@ class Log:
 
 def train(settings: Settings, group: pycomm.Group) -> Run:
     """Trains on every rank; rank 0 shows progress."""
+    device = device_of(settings.device, group.rank)
+    torch.set_default_dtype(DTYPES[settings.dtype])
     torch.manual_seed(0)  # the same model on all ranks, ...
-    module = Transformer()
+    module = Transformer(settings.recompute).to(device)
+    if settings.compile:
+        module.compile()
     # With Adam, top-k's loss is further behind (docs/data-parallel.md).
-    kind = pycomm.optim.FusedSGD if settings.shard else torch.optim.SGD
+    kind = optim.FusedSGD if settings.shard or settings.mode == "graph" else torch.optim.SGD
     optimizer = kind(module.parameters(), lr=0.2, momentum=0.9)
-    model, state = parallelise(module, optimizer, settings, group)
+    scaler = optim.GradScaler(settings.device) if settings.grad_scaler else None
     corpus = read_corpus(group.rank, group.size)  # ... on different text
     random = torch.Generator().manual_seed(group.rank)
+
+    def draw() -> Batches:
+        batches = [draw_batch(corpus, random) for _ in range(settings.accumulate)]
+        return [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
+
+    model: nn.Module
+    state: State
+    if settings.mode == "graph":
+        model, state = module, hooks.AllReduceState(group=group)  # which exchanges nothing
+        take_step: Callable[[Batches], torch.Tensor] = CapturedStep(
+            module, optimizer, settings, group
+        )
+    else:
+        model, state = parallelise(module, optimizer, scaler, settings, group)
+
+        def take_ordinary_step(batches: Batches) -> torch.Tensor:
+            loss = add_gradients(model, scaler, settings, batches)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+            if isinstance(state, hooks.LocalSGDState):
+                state.step()
+            return loss
+
+        take_step = take_ordinary_step
+
     log = Log(settings, group, state)
     with contextlib.ExitStack() as traced:
         trace = None
         for step in range(1, settings.steps + 1):
             if settings.trace and step > settings.steps - TRACED and trace is None:
                 trace = traced.enter_context(pycomm.trace(settings.trace, group=group))
-            inputs, targets = draw_batch(corpus, random)
-            loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            if isinstance(state, hooks.LocalSGDState):
-                state.step()
-            log.add(loss.detach())
+            log.add(take_step(draw()).cpu())
             if trace is not None:
                 trace.step()
     with contextlib.ExitStack() as shown:
@@ -299,9 +462,9 @@ def train(settings: Settings, group: pycomm.Group) -> Run:
         return log.close(pycomm.memory_report(model, optimizer), check_same(model, group))
 
 
-def summarise(run: Run, ranks: int) -> str:
+def summarise(run: Run, settings: Settings, ranks: int) -> str:
     """Formats the results in a few lines."""
-    tokens = run.steps * BATCH * CONTEXT * ranks
+    tokens = run.steps * BATCH * settings.accumulate * CONTEXT * ranks
     lines = [
         f"final loss {run.final_loss:.3f}, {tokens / run.seconds:,.0f} tokens/s on {ranks} ranks",
         f"step {run.step_ms:.1f} ms",
@@ -329,10 +492,11 @@ def compression_name(name: str) -> str:
 
 def run_rank(settings: Settings, plot: str) -> None:
     """Trains on one rank, and prints and draws the results on rank 0."""
-    with pycomm.init() as group:
+    on_gpus = settings.shard and settings.device == "cuda"
+    with pycomm.init(cuda_heap_bytes=HEAP_BYTES if on_gpus else 0) as group:
         run = train(settings, group)
     if group.rank == 0:
-        print(summarise(run, group.size))
+        print(summarise(run, settings, group.size))
         draw_losses(plot, {settings.name: run.losses}, TALK_EVERY)
         print(f"drawn in {plot}")
         if settings.trace:
@@ -345,7 +509,8 @@ def main() -> None:
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes to start (default 2)")
     add("--steps", type=int, default=1500, help="training steps (default 1500)")
-    add("--mode", choices=("ddp", "wrapper"), default="ddp", help="torch's DDP, or pycomm's own")
+    add("--mode", choices=("ddp", "wrapper", "graph"), default="ddp",
+        help="torch's DDP, pycomm's own wrapper, or a captured step")  # fmt: skip
     add(
         "--compression",
         type=compression_name,
@@ -359,20 +524,36 @@ def main() -> None:
         help="divide these among the ranks, with the wrapper")  # fmt: skip
     add("--error-reset", action="store_true",
         help="compress updates instead of gradients, with DDP")  # fmt: skip
+    add_device(parser)
+    add_dtype(parser)
+    add("--autocast", choices=("bfloat16", "float16"), help="the type of forwards")
+    add("--grad-scaler", action="store_true", help="scale the loss, for float16")
+    add("--accumulate", type=int, default=1, help="batches in a step (default 1)")
+    add("--recompute", action="store_true", help="activations, instead of keeping them")
+    add("--compile", action="store_true", help="the model, with torch.compile")
     add("--trace", help=f"writes a trace of the last {TRACED} steps")
     arguments = parser.parse_args()
-    if arguments.steps < TALK_EVERY:
-        parser.error(f"--steps must be at least {TALK_EVERY}")
-    mode, shard = arguments.mode, arguments.shard
-    if shard and mode == "ddp":
-        parser.error("--shard needs --mode wrapper")
-    if arguments.error_reset and (mode == "wrapper" or arguments.compression == "none"):
-        parser.error("--error-reset needs --mode ddp and a --compression")
+    check(parser, arguments)
     launch.require("rich", "matplotlib")
-    settings = Settings(
-        mode, arguments.compression, arguments.steps, arguments.trace, shard, arguments.error_reset
-    )
-    launch.run(run_rank, settings, arguments.plot, ranks=arguments.ranks)
+    settings = Settings(**{each.name: getattr(arguments, each.name) for each in fields(Settings)})
+    launch.run(run_rank, settings, arguments.plot, ranks=arguments.ranks, device=arguments.device)
+
+
+def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Exits with a message if options do not fit together."""
+    device_of(given.device, 0)
+    if given.steps < TALK_EVERY:
+        parser.error(f"--steps must be at least {TALK_EVERY}")
+    if given.accumulate < 1:
+        parser.error("--accumulate must be at least 1")
+    if given.shard and given.mode != "wrapper":
+        parser.error("--shard needs --mode wrapper")
+    if given.error_reset and (given.mode != "ddp" or given.compression == "none"):
+        parser.error("--error-reset needs --mode ddp and a --compression")
+    if given.grad_scaler and (given.error_reset or given.mode == "graph"):
+        parser.error("--grad-scaler does not go with --error-reset or --mode graph")
+    if given.mode == "graph" and given.device == "cpu":
+        parser.error("--mode graph captures a CUDA graph, so it needs --device cuda")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def run(
     ranks: int,
     timeout: float = 300.0,
     backend: str = "gloo",
+    device: str = "cpu",
 ) -> None:
     """Calls ``body(*args)`` on every rank, with torch.distributed set up.
 
@@ -58,18 +59,20 @@ def run(
         args: its arguments.
         ranks: how many processes to spawn.
         timeout: seconds that a rank may wait for another in torch.distributed.
-        backend: torch.distributed's.
+        backend: torch.distributed's, for CPU tensors.
+        device: ``"cuda"`` adds NCCL for CUDA tensors, if every rank has a GPU of its own.
     """
     if under_torchrun():
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(timeout=limit, **_backends(backend, device))
         _call(body, args)
     elif under_mpi():
-        _join_mpi(timeout, backend)
+        _join_mpi(timeout, backend, device)
         _call(body, args)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the children as they load OpenMP
         store = _host_store()
-        arguments = (ranks, store.port, timeout, backend, body, args)
+        arguments = (ranks, store.port, timeout, backend, device, body, args)
         # Daemons: they end when this process does, by Ctrl-C for example.
         spawn(_spawned, arguments, nprocs=ranks, daemon=True)  # type: ignore[no-untyped-call]
 
@@ -84,36 +87,50 @@ def _spawned(
     port: int,
     timeout: float,
     backend: str,
+    device: str,
     body: Callable[..., object],
     args: tuple[Any, ...],
 ) -> None:
-    _join(TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout, backend)
+    _join(TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout, backend, device)
     _call(body, args)
 
 
-def _join_mpi(timeout: float, backend: str) -> None:
+def _join_mpi(timeout: float, backend: str, device: str) -> None:
     from mpi4py import MPI
 
     rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     store = _host_store() if rank == 0 else None
     port = MPI.COMM_WORLD.bcast(store.port if store is not None else None)
-    _join(store or TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout, backend)
+    store = store or TCPStore(LOOPBACK, port, is_master=False)
+    _join(store, rank, ranks, timeout, backend, device)
 
 
-def _join(store: TCPStore, rank: int, ranks: int, timeout: float, backend: str) -> None:
+def _join(
+    store: TCPStore, rank: int, ranks: int, timeout: float, backend: str, device: str
+) -> None:
     """Enters torch.distributed, and sets what torchrun would have set."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(store.port),
     }
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # By default Gloo looks up the host's name, which containers often cannot resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    limit = timedelta(seconds=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    limit, backends = timedelta(seconds=timeout), _backends(backend, device)
+    dist.init_process_group(store=store, rank=rank, world_size=ranks, timeout=limit, **backends)
+
+
+def _backends(backend: str, device: str) -> dict[str, Any]:
+    """What ``init_process_group`` gets. NCCL refuses ranks that share a GPU."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if device == "cpu" or ranks > torch.cuda.device_count() or not dist.is_nccl_available():
+        return {"backend": backend}
+    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return {"backend": f"cpu:{backend},cuda:nccl", "device_id": own}
 
 
 def _call(body: Callable[..., object], args: tuple[Any, ...]) -> None:

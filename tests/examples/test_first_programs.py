@@ -1,5 +1,6 @@
 """The short programs for newcomers: what they print is true, on every number of ranks."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
 CPU = torch.device("cpu")
 EPOCHS, STEPS = 3, 40
+MODULES = {"devices", "model_parallel", "showing"}  # of the programs
+PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in MODULES)
 
 
 def ddp_losses(rank, size, store, compression):
@@ -80,7 +83,7 @@ def both_halves(rank, size):
     import pycomm
 
     with pycomm.init() as group:
-        halves = primitives.with_torch(rank, size), primitives.with_pycomm(group, CPU)
+        halves = primitives.with_torch(rank, size, CPU), primitives.with_pycomm(group, CPU)
     return [primitives.as_texts(half) for half in halves]
 
 
@@ -110,6 +113,11 @@ def test_primitives():
     [
         (["spawn_ddp.py", "--epochs", "1"], ["epoch 1: loss", "3.2 times fewer bytes"]),
         (["split_model.py", "--steps", "5"], ["largest difference of a loss: 0\n"]),
+        (
+            ["split_model.py", "--steps", "5", "--dtype", "bfloat16"],
+            ["    5  3.2969  3.2969", "largest difference of a loss: 0\n"],
+        ),
+        (["spawn_ddp.py", "--epochs", "1", "--dtype", "bfloat16"], ["1.8 times fewer bytes"]),
         (["primitives.py"], ["all_to_all      0 10 20    1 11 21    2 12 22", "gave the same"]),
     ],
 )
@@ -126,9 +134,8 @@ def test_command_lines(command, words, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["spawn_ddp", "split_model", "primitives"])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_missing_gpu_is_one_sentence(name, monkeypatch):
-    program = __import__(name)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--device", "cuda"])
     with pytest.raises(SystemExit, match=r"^--device cuda needs a GPU that torch can use; .*here$"):
-        program.main()
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

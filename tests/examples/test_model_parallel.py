@@ -10,6 +10,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
+CPU = torch.device("cpu")
 STEPS = 6
 PNG = b"\x89PNG"
 
@@ -51,16 +52,16 @@ def trained(_rank, _size, name, *arguments):
 def test_losses_are_those_of_one_process(name, ranks, more, tmp_path):
     """And the same bits on every rank and from run to run."""
     plot = tmp_path / "folder" / "plot.png"
-    first = backends.run(ranks, trained, name, None, *more)
+    first = backends.run(ranks, trained, name, None, CPU, *more)
     assert first[0] == pytest.approx(alone(), rel=1e-4)
     assert first == [first[0]] * ranks
-    assert backends.run(ranks, trained, name, str(plot), *more) == first
+    assert backends.run(ranks, trained, name, str(plot), CPU, *more) == first
     assert plot.read_bytes().startswith(PNG)
 
 
 @pytest.mark.parametrize("compression", ["int8", "bf16"])
 def test_compressed_losses(compression):
-    first, second = backends.run(2, trained, "fsdp", None, compression)
+    first, second = backends.run(2, trained, "fsdp", None, CPU, compression)
     assert first == second
     assert first == pytest.approx(alone(), rel=0.01)
     assert first != pytest.approx(alone(), rel=1e-6)
@@ -74,7 +75,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
     ("launcher", "script", "words"),
     [
         (TORCHRUN, ["fsdp.py", "--compression", "int8"], "FSDP, compression int8"),
-        ([], ["tensor_parallel.py", "--ranks", "2"], "tensor-parallel"),
+        ([], ["tensor_parallel.py", "--dtype", "bfloat16"], "tensor-parallel"),
+        ([], ["pipeline.py", "--dtype", "bfloat16"], "pipeline, schedule 1f1b"),
     ],
 )
 def test_command_lines(launcher, script, words, tmp_path):

@@ -1,29 +1,153 @@
-"""The short programs for newcomers, on GPUs."""
+"""The example programs, on GPUs."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import backends
+import gpu_ranks
+import helpers
+import pages
 import pytest
+import torch
+
+import pycomm
 
 pytestmark = pytest.mark.gpu
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 10
+BATCH = 3
+HEAP = 16 << 20
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["spawn_ddp.py", "--epochs", "1"], "epoch 1: loss 1.1"),  # 1.1300 on the CPU
-        (["split_model.py", "--steps", "5"], "    5  3.2728  3.2728"),  # as on the CPU
-        (["primitives.py"], "pycomm gave the same"),
-    ],
-)
-def test_on_a_gpu(command, words):
-    name, *options = command
+def said_by(program, *options, launcher=()):
+    """What a program writes."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *options, "--device", "cuda"],
+        [sys.executable, *launcher, str(program), *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert words in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("spawn_ddp.py", ["--epochs", "1"], "epoch 1: loss 1.1"),  # 1.1300 on the CPU
+        ("split_model.py", ["--steps", "5"], "    5  3.2728  3.2728"),  # as on the CPU
+        ("primitives.py", [], "pycomm gave the same"),
+        ("survive.py", ["--steps", "20", "--seed", "3", "--dtype", "bfloat16"], "bit for bit"),
+    ],
+)
+def test_on_a_gpu(name, options, words):
+    assert words in said_by(EXAMPLES / name, *options, "--device", "cuda")
+
+
+def test_the_program_of_the_readme(tmp_path):
+    """It learns when it begins as on GPUs."""
+    (_, program), (_, beginning), *_ = pages.blocks_of("README.md")
+    if torch.version.cuda is None or torch.cuda.device_count() < 2:  # NCCL wants a GPU per rank
+        nccl = '"cpu:gloo,cuda:nccl", device_id=device'
+        assert nccl in beginning
+        beginning = beginning.replace(nccl, '"gloo"')
+        rank = "torch.distributed.get_node_local_rank()"
+        beginning = beginning.replace(rank, f"{rank} % torch.cuda.device_count()")
+    first, after = (program.index(word) for word in ("device =", "net ="))
+    (tmp_path / "train.py").write_text(program[:first] + beginning + program[after:])
+    said = said_by(tmp_path / "train.py", launcher=TORCHRUN)
+    losses = [float(line.split()[3].rstrip(",")) for line in said.splitlines()]
+    assert len(losses) == 2
+    assert max(losses) < 20  # 64, the variance, without training
+
+
+WAYS = [
+    {"compression": "int8", "autocast": "float16", "grad_scaler": True, "accumulate": 2},
+    {"mode": "wrapper", "recompute": True, "autocast": "bfloat16"},
+    {"mode": "wrapper", "shard": "optimizer", "grad_scaler": True},
+]
+
+
+def train_on_both(group, ways, devices):
+    """The loss of each way of train_lm.py on each device."""
+    sys.path.append(str(EXAMPLES))
+    import train_lm
+
+    train_lm.BATCH = BATCH
+    return [
+        [
+            train_lm.train(train_lm.Settings(steps=STEPS, device=device, **way), group).losses[0]
+            for device in devices
+        ]
+        for way in ways
+    ]
+
+
+def test_ways_to_train_have_the_losses_of_the_cpu():
+    first, second = gpu_ranks.run(
+        2, gpu_ranks.PEER, train_on_both, WAYS, ["cuda", "cpu"], cuda_heap_bytes=HEAP
+    )
+    assert first == second
+    for on_a_gpu, on_the_cpu in first:
+        assert on_a_gpu == pytest.approx(on_the_cpu, rel=1e-3)
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_a_captured_step_has_the_losses_of_ordinary_ones(compression):
+    ways = [{"compression": compression, "mode": mode} for mode in ("graph", "ddp")]
+    ways.append(ways[0] | {"compile": True, "accumulate": 2})
+    (captured,), (ordinary,), (compiled,) = gpu_ranks.run(
+        2, gpu_ranks.PEER, train_on_both, ways, ["cuda"]
+    )[0]
+    assert captured == pytest.approx(ordinary, rel=1e-3)
+    assert compiled < 1.1 * captured
+
+
+def test_a_loop_of_ones_own():
+    sys.path.append(str(EXAMPLES))
+    from custom_loop import train
+
+    with pycomm.LocalWorld(2) as world:
+        on_a_gpu, on_the_cpu = (
+            world.run(train, "torch", 50, 10, 2, device)[0] for device in ("cuda", "cpu")
+        )
+    assert on_a_gpu == pytest.approx(on_the_cpu, rel=1e-2)
+
+
+def trained_on_both(rank, size, store, name, *more):
+    """The losses of an example of model parallelism on a GPU and on the CPU."""
+    sys.path.append(str(EXAMPLES))
+    from devices import CPU, device_of
+
+    device = device_of("cuda", rank)
+    if gpu_ranks.EMULATED:
+        import emulated_groups
+
+        emulated_groups.serve_cuda_tensors()
+    backends.join(rank, size, store, f"cpu:pycomm,cuda:{'gloo' if gpu_ranks.EMULATED else 'nccl'}")
+    train = __import__(name).train
+    return [train(STEPS, None, where, *more).losses for where in (device, CPU)]
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU per rank")
+
+
+@needs_two
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("tensor_parallel", []),
+        ("pipeline", ["1f1b"]),
+        pytest.param("fsdp", ["none"], marks=pytest.mark.hardware),
+        pytest.param("fsdp", ["int8"], marks=pytest.mark.hardware),
+    ],
+)
+def test_model_parallelism(name, more):
+    first, second = helpers.run_ranks(2, trained_on_both, name, *more)
+    assert first == second
+    on_a_gpu, on_the_cpu = first
+    assert on_a_gpu == pytest.approx(on_the_cpu, rel=1e-2)

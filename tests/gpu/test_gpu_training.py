@@ -10,6 +10,7 @@ from collections.abc import Callable
 import ddp
 import gpu_nodes
 import gpu_ranks
+import mixed
 import pytest
 import sweep
 import torch
@@ -102,3 +103,36 @@ def train_locally(group: pycomm.Group, device: str, name: str) -> list[torch.Ten
 )
 def test_local_sgd_between_nodes(nodes: list[int], name: str) -> None:
     gpu_nodes.run(nodes, on_both, train_locally, name)
+
+
+def train_under_autocast(group: pycomm.Group, kind: torch.dtype) -> None:
+    """Every front on a GPU, beside torch's own DistributedDataParallel on the CPU."""
+    expected = mixed.train(group, "torch", kind)
+    for front in mixed.FRONTS:
+        seen = mixed.train(group, front, kind, "cuda")
+        for (scale, mine), (wanted_scale, wanted) in zip(seen, expected, strict=True):
+            assert scale == wanted_scale, front
+            for one, other in zip(mine, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=5e-3, msg=front)
+
+
+@pytest.mark.parametrize("kind", mixed.KINDS, ids=str)
+def test_autocast_and_a_scaler(kind: torch.dtype) -> None:
+    """An infinity on one rank skips the step on all ranks, on the device as on the CPU."""
+    gpu_ranks.run(2, gpu_ranks.PEER, train_under_autocast, kind, cuda_heap_bytes=16 << 20)
+
+
+def train_beside_torch(group: pycomm.Group, kind: torch.dtype) -> None:
+    expected = mixed.train(group, "torch", kind, "cuda")
+    for front in mixed.EXACT:
+        seen = mixed.train(group, front, kind, "cuda")
+        for (scale, mine), (wanted_scale, wanted) in zip(seen, expected, strict=True):
+            assert scale == wanted_scale, front
+            assert all(map(torch.equal, mine, wanted)), front
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("kind", mixed.KINDS, ids=str)
+def test_autocast_has_the_bits_of_torchs_own_exchange(kind: torch.dtype) -> None:
+    """Torch's own goes over Gloo, which takes tensors of real devices only."""
+    gpu_ranks.run(2, gpu_ranks.PEER, train_beside_torch, kind)

@@ -7,73 +7,11 @@ import golden
 import helpers
 import pytest
 import torch
+from mixed import EXACT, FRONTS, KINDS, OVERFLOW, SCALE, SHARDS, STEPS, loss_of, take_steps, train
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import hooks, optim
-
-STEPS = 8
-OVERFLOW = (2, 1)  # the step and rank whose loss becomes infinite
-SCALE = {"init_scale": 2.0**12, "growth_interval": 3}
-SGD = {"lr": 0.1, "momentum": 0.9}
-KINDS = [torch.bfloat16, torch.float16]
-EXACT = ("dense hook", "no state", "wrapper")  # the arithmetic of torch's DDP, so its bits
-SHARDS = {"optimizer shards": "optimizer", "gradient shards": "gradients"}
-FRONTS = (*EXACT, "int8 hook", "int8 wrapper", *SHARDS)
-
-
-def make(front, module, scaler):
-    """A data-parallel model and its optimizer."""
-    if front in SHARDS:
-        model = pycomm.DataParallel(module, shard=SHARDS[front])
-        return model, optim.FusedSGD(module.parameters(), **SGD)
-    optimizer = torch.optim.SGD(module.parameters(), **SGD)
-    if front.endswith("wrapper"):
-        options = {}
-        if front == "int8 wrapper":
-            options = {"compression": pycomm.Int8(), "grad_scaler": scaler}
-        return pycomm.DataParallel(module, **options), optimizer
-    model = DistributedDataParallel(module)
-    if front == "dense hook":
-        hooks.AllReduceState().register(model)
-    elif front == "no state":
-        model.register_comm_hook(None, hooks.all_reduce_hook)
-    elif front == "int8 hook":
-        hooks.Int8State(module.named_parameters(), grad_scaler=scaler).register(model)
-    return model, optimizer
-
-
-def loss_of(model, rank, step, kind):
-    """A rank's loss under autocast; infinite in one step of one rank."""
-    with torch.autocast("cpu", kind):
-        loss = model(ddp.batch(rank, step)).float().square().mean()
-    return loss * torch.inf if (step, rank) == OVERFLOW else loss
-
-
-def take_steps(optimizer, scaler, loss, values, after=lambda: None):
-    """Takes the steps with a loss for each; the scale and copies of `values()` after each step."""
-    seen = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        scaler.scale(loss(step)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        after()
-        seen.append((scaler.get_scale(), [value.detach().clone() for value in values()]))
-    return seen
-
-
-def train(group, front, kind):
-    """The scale and the parameters after each step."""
-    module = ddp.network()
-    make_scaler = optim.GradScaler if front in SHARDS else torch.amp.GradScaler
-    scaler = make_scaler("cpu", **SCALE)
-    model, optimizer = make(front, module, scaler)
-
-    def loss(step):
-        return loss_of(model, group.rank, step, kind)
-
-    return take_steps(optimizer, scaler, loss, module.parameters)
 
 
 def train_each(group, kind):
@@ -111,8 +49,11 @@ def test_autocast_and_a_scaler(kind):
 PERIOD = 2
 
 
-def train_locally(group, kind):
-    """Local SGD, whose ranks have scalers of their own: scales and parameters after each step."""
+def train_locally(group, kind, shared):
+    """Local SGD, whose ranks have scalers of their own: scales and parameters after each step.
+
+    If `shared`, every exchange gives all ranks the smallest scale.
+    """
     module = ddp.network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model = DistributedDataParallel(module)
@@ -123,10 +64,16 @@ def train_locally(group, kind):
     def loss(step):
         return loss_of(model, group.rank, step, kind)
 
-    return take_steps(optimizer, scaler, loss, module.parameters, state.step)
+    def after():
+        if state.step() and shared:
+            scale = torch.tensor([scaler.get_scale()])
+            pycomm.all_reduce(scale, "min")
+            scaler.update(scale.item())
+
+    return take_steps(optimizer, scaler, loss, module.parameters, after)
 
 
-def simulate_local_training(kind):
+def simulate_local_training(kind, shared):
     """The same in one process, a model per rank."""
     modules = [ddp.network() for _ in range(2)]
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
@@ -146,18 +93,25 @@ def simulate_local_training(kind):
                     mean = sum(pair) / 2
                     for parameter in pair:
                         parameter.copy_(mean)
+            if shared:
+                smallest = min(scaler.get_scale() for scaler in scalers)
+                for scaler in scalers:
+                    scaler.update(smallest)
         for kept, module, scaler in zip(seen, modules, scalers, strict=True):
             parameters = [p.detach().clone() for p in module.parameters()]
             kept.append((scaler.get_scale(), parameters))
     return seen
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_local_sgd_skips_on_its_own(kind):
-    """Only the rank with the infinity skips, and only its scale is halved."""
-    expected = simulate_local_training(kind)
+def test_local_sgd_skips_on_its_own(kind, shared):
+    """Only the rank with the infinity skips, and only its scale is halved until one is shared."""
+    expected = simulate_local_training(kind, shared)
     assert [run[OVERFLOW[0]][0] for run in expected] == [2.0**13, 2.0**11]
-    for run, wanted in zip(helpers.run_group(2, train_locally, kind), expected, strict=True):
+    assert [run[-1][0] for run in expected] == ([2.0**12] * 2 if shared else [2.0**14, 2.0**12])
+    runs = helpers.run_group(2, train_locally, kind, shared)
+    for run, wanted in zip(runs, expected, strict=True):
         for (scale, parameters), (wanted_scale, wanted_parameters) in zip(run, wanted, strict=True):
             assert scale == wanted_scale
             for one, other in zip(parameters, wanted_parameters, strict=True):

@@ -108,6 +108,9 @@ def test_example_with_error_reset(tmp_path):
     [
         (["--shard", "optimizer"], "--shard needs --mode wrapper"),
         (["--error-reset"], "--error-reset needs --mode ddp and a --compression"),
+        (["--mode", "graph"], "--mode graph captures a CUDA graph, so it needs --device cuda"),
+        (["--mode", "graph", "--grad-scaler"], "--grad-scaler does not go with --error-reset or"),
+        (["--accumulate", "0"], "--accumulate must be at least 1"),
     ],
 )
 def test_example_refuses(what, needed, monkeypatch, capsys):
