@@ -218,7 +218,8 @@ void run_on_stream(const c10::OperatorHandle& op, c10::Stack* stack) {
     c10::Stack again = arguments;
     run_on_host(op, &again);
     for (std::size_t i = 0; i < results.size(); ++i) {
-      if (results[i].isTensor() && results[i].toTensor().defined()) results[i].toTensor().copy_(again[i].toTensor());
+      if (results[i].isTensor() && results[i].toTensor().defined())
+        results[i].toTensor().copy_(again[i].toTensor());
     }
   });
 }
