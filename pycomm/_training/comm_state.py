@@ -536,12 +536,6 @@ class CommState(HookState):
             core = exchange.on_host.submit(group._core, step)
             return PendingExchange(exchange, buffer, core, finish)
         device = buffer.device
-        spans = group._spans(device)
-        if not spans and group._cuda_side(device).shares_device and backward_id() >= 0:
-            raise ValueError(
-                "ranks that are threads must have a GPU each to exchange in backward, got "
-                f"{device} for all: autograd has one thread per device"
-            )
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))

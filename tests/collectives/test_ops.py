@@ -2,6 +2,7 @@
 
 import gc
 
+import compiled_step
 import helpers
 import pytest
 import sweep
@@ -153,6 +154,14 @@ def test_compiled_in_processes():
     # x * 2 sums to 4i + 2; adding the rank averages to 4i + 2.5; gathered times rank + 1.
     expected = 4 * torch.arange(100.0) + 2.5
     assert everyone == torch.cat([expected, 2 * expected]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("backend", "compression"), [("aot_eager", ""), ("inductor", ""), ("inductor", "int8:128")]
+)
+def test_a_compiled_training_step(backend, compression):
+    for found in helpers.run_group(2, compiled_step.train, "cpu", backend, compression):
+        compiled_step.check(found, 2, compression)
 
 
 def test_same_results_as_the_functions(world):
