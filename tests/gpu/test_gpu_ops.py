@@ -82,14 +82,19 @@ def test_values_after_the_streams_own_work() -> None:
 
             x = given()
             equal(OPS.all_reduce(x, "sum", "auto", name), total)
-            equal(OPS.all_reduce(x, "max", "one_shot", name), inputs.amax(0))
+            dense = x.contiguous()
+            equal(OPS.all_reduce(dense, "max", "one_shot", name), inputs.amax(0))
             on_dst = total if rank == src else torch.zeros_like(total)
             equal(OPS.reduce(x, src, name), on_dst)
             equal(OPS.reduce_scatter(x, "sum", size, name), total[mine])
             equal(OPS.all_gather(x, size, name), inputs.reshape(-1, 5))
             equal(OPS.all_to_all(x, name), inputs[:, mine].reshape(-1, 5))
-            equal(OPS.broadcast(x, src, name), inputs[src])
-            equal(x.contiguous(), inputs[rank])  # none has changed it
+            equal(OPS.broadcast(dense, src, name), inputs[src])
+            coded = OPS.compressed_all_reduce(dense, "int8", "sum", "auto", 0, 0, False, name)
+            assert coded.is_contiguous()
+            torch.testing.assert_close(coded.cpu(), total, rtol=0, atol=2.0)
+            for given_before in (x.contiguous(), dense):  # no operation has changed them
+                equal(given_before, inputs[rank])
             dense = given().contiguous()
             OPS.all_reduce_(dense, "min", "ring", name)
             equal(dense, inputs.amin(0))
@@ -101,10 +106,6 @@ def test_values_after_the_streams_own_work() -> None:
             dense = given().contiguous()
             OPS.broadcast_(dense, src, name)
             equal(dense, inputs[src])
-            coded = OPS.compressed_all_reduce(x, "int8", "sum", "auto", 0, 0, False, name)
-            assert coded.is_contiguous()
-            torch.testing.assert_close(coded.cpu(), total, rtol=0, atol=2.0)
-            equal(x.contiguous(), inputs[rank])
         torch.cuda.synchronize()
 
     with pycomm.LocalWorld(size, timeout=60) as world:
@@ -147,7 +148,7 @@ BAD_CALLS: dict[str, Callable[[Any, str], Any]] = {
 def test_errors_are_the_cpus(what: str) -> None:
     """They are raised before the ranks meet, so one of two ranks suffices."""
     texts = []
-    with pycomm.LocalWorld(2) as world:
+    with pycomm.LocalWorld(2, timeout=5) as world:
         for device in ("cpu", "cuda"):
             with pytest.raises(ValueError, match=r"\w") as caught:
                 BAD_CALLS[what](whole(0).contiguous().to(device), world.groups[0].name)
