@@ -71,9 +71,16 @@ def init(
     node as the smallest node has.
 
     The first group made becomes the default group of every operation. When it is closed or has
-    failed, the next group made takes its place. If torch.distributed is not set up yet, this
-    function sets it up with Gloo, from torchrun's environment; torch's own operations then have
-    torch's default timeout (30 minutes), whatever `timeout` is.
+    failed, the next group made takes its place.
+
+    If torch.distributed is not set up yet, this function sets it up from torchrun's environment:
+    with Gloo for CPU tensors and, where torch has NCCL and every rank a GPU of its own, with NCCL
+    for CUDA tensors. A rank's GPU is the current device if the process has used CUDA, otherwise the
+    one that ``LOCAL_RANK`` names, modulo the number of visible devices, which then becomes the
+    current one. If two ranks have the same GPU, or a rank has none, all have Gloo alone, and a
+    warning says why (``PYCOMM_LOG=info``). To choose otherwise, call ``torch.cuda.set_device`` or
+    ``torch.distributed.init_process_group`` before. Torch's own operations have torch's default
+    timeout (30 minutes), whatever `timeout` is.
 
     Args:
         group: a torch.distributed process group, or a DeviceMesh of one dimension; by default the
@@ -105,16 +112,20 @@ def init(
     check_process_group(group)
     if group is None:
         check_is_rank()
+    why_slow = ""
     if not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:
             raise not_set_up(in_threads=_open_groups.any_usable())
-        rendezvous.set_up_torch_distributed(timeout)
+        why_slow = rendezvous.set_up_torch_distributed(timeout)
         take_down = rendezvous.take_down_torch_distributed
         _open_groups.after_end(functools.partial(take_down, os.getpid(), dist.group.WORLD))
     process_group = process_group_of(group)
-    return _adopt(
+    made = _adopt(
         _meet(process_group, timeout, staging_bytes, max_blocks, cuda_heap_bytes, transport)
     )
+    if why_slow:
+        log.without_nccl(made, why_slow)
+    return made
 
 
 def _meet(
