@@ -116,8 +116,10 @@ def init(
     if not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:
             raise not_set_up(in_threads=_open_groups.any_usable())
-        why_slow = rendezvous.set_up_torch_distributed(timeout)
-        take_down = rendezvous.take_down_torch_distributed
+        from pycomm._runtime import torch_distributed
+
+        why_slow = torch_distributed.set_up(timeout)
+        take_down = torch_distributed.take_down
         _open_groups.after_end(functools.partial(take_down, os.getpid(), dist.group.WORLD))
     process_group = process_group_of(group)
     made = _adopt(

@@ -116,6 +116,15 @@ class CudaSide:
                 f"{self.device} for all: autograd has one thread per device"
             )
 
+    def path_of(self, tensor: torch.Tensor) -> str:
+        """How other ranks get at an uncompressed tensor; see :class:`pycomm.ExchangePlan`."""
+        if self.transport == "pinned host memory":
+            return self.transport
+        heap = self._heap
+        begin = 0 if heap is None else tensor.data_ptr() - heap.data_ptr()
+        in_heap = heap is not None and 0 <= begin < heap.numel()
+        return "in place" if in_heap or self.transport == "threads" else "staged"
+
     def check(self) -> None:
         """Raises the error of kernels that have run so far, if there is one."""
         self._core.check()

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from pycomm._runtime.cuda import HostMirror
+    from pycomm._runtime.plan import ExchangePlan
 
 # The loss scale of a GradScaler.
 
@@ -397,6 +398,18 @@ class CommState(HookState):
             "residual_norm": self._residuals.norm(),
             "residuals_lost": float(self._residuals_lost),
         }
+
+    def explain(self) -> ExchangePlan:
+        """Explains where the buckets of gradients lie, and what their exchange costs.
+
+        Returns:
+            The buckets exchanged so far: none before the first backward, and none of gradients that
+            shards average.
+        """
+        from pycomm._runtime.plan import BucketPlan, ExchangePlan
+
+        made = self._planner.made.values()
+        return ExchangePlan(tuple(BucketPlan(*each.place, each.names.subject) for each in made))
 
     def intervals(self) -> list[tuple[int, float, float]]:
         """Bytes, start and end (by ``perf_counter``) of the last step's exchanges on the CPU."""

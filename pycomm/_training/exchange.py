@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from pycomm import _C
 from pycomm._inputs import check_compressible, operation_of
-from pycomm._runtime.log import operations
+from pycomm._runtime.log import fallback, operations
 from pycomm._runtime.ranges import record_range, watched
 from pycomm._runtime.torch_private import future_is_set, init_future, queue_callback, set_future
 from pycomm._training.parameters import Entry, Parameters
@@ -72,11 +72,12 @@ class BucketExchange:
         names: the bucket in traces, records and errors.
         strides: the parameters' strides.
         state: what else the operations depend on.
+        place: the first fields of its :class:`pycomm.BucketPlan`.
 
     Attributes:
         wire_bytes: the sum over all parts.
         tensors: all tensors that must stay alive until the operations have run.
-        stand_in, names, strides, state: as given.
+        stand_in, names, strides, state, place: as given.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class BucketExchange:
         names: BucketNames,
         strides: Sequence[tuple[int, ...]],
         state: tuple[object, ...],
+        place: tuple[int, torch.dtype, torch.device, str],
     ) -> None:
-        self._parts, self.state = parts, state
+        self._parts, self.state, self.place = parts, state, place
         self.stand_in, self.names, self.strides = stand_in, names, strides
         self.wire_bytes = sum(part.wire_bytes for part in parts)
         self.tensors = tuple(tensor for part in parts for tensor in part.tensors)
@@ -231,7 +233,15 @@ class Planner:
         parts = self._parts(flat, entries, begins, step, scale, group)
         names = BucketNames(self._parameters, buffer, parameters)
         strides = [parameter.stride() for parameter in parameters]
-        exchange = BucketExchange(parts, stand_in, names, strides, state)
+        encoded = self._compression is not None and step >= 0
+        path = group._path_of(buffer, encoded=encoded)
+        if buffer.is_cuda:
+            from pycomm._runtime.plan import PATHS, SLOW
+
+            if path in SLOW:
+                fallback(group, "buckets are %s: %s; see model.explain()", path, PATHS[path])
+        place = (buffer.nbytes, buffer.dtype, buffer.device, path)
+        exchange = BucketExchange(parts, stand_in, names, strides, state, place)
         operations.debug(
             "rank %d: bucket of %d bytes, %s: %d operations, %s, at most %d bytes in",
             group.rank,
@@ -527,7 +537,7 @@ class BucketNames:
     def __init__(
         self, model: Parameters, bucket: torch.Tensor, parameters: Sequence[torch.Tensor]
     ) -> None:
-        self._subject = model.subject(parameters)
+        self.subject = model.subject(parameters)
         self._details = functools.partial(model.describe, bucket, parameters)
 
     def launch(self, group: Group, number: int, start: Callable[[], T]) -> T:
@@ -536,7 +546,7 @@ class BucketNames:
         Traces show the call as a range, and records and errors name the parameters.
         """
         core = group._core
-        core.subject = self._subject
+        core.subject = self.subject
         try:
             if not watched():
                 return start()

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycomm._inputs import check_whole
 from pycomm._runtime import host
+from pycomm._runtime.plan import ExchangePlan
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.agree import (
     STEPPED_BY_SOME,
@@ -605,6 +606,10 @@ class LocalSGDState(HookState):
             exchange.
         """
         return {**self._differences.stats(), "changes_lost": float(self._changes_lost)}
+
+    def explain(self) -> ExchangePlan:
+        """Explains the last exchanges of parameters; see :meth:`CommState.explain`."""
+        return self._differences.explain()
 
     def intervals(self) -> list[tuple[int, float, float]]:
         """Times of the last exchange of parameters; see :meth:`CommState.intervals`."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm._runtime import rendezvous
+from pycomm._runtime import rendezvous, torch_distributed
 
 SCRIPT = """
 import torch, pycomm
@@ -117,7 +117,7 @@ NO_DEVICE, NO_NCCL = "has no CUDA device", "has no NCCL in its torch"
     ],
 )
 def test_what_keeps_ranks_from_nccl(gpus, why):
-    assert rendezvous._obstacle_to_nccl(gpus) == why
+    assert torch_distributed._obstacle_to_nccl(gpus) == why
 
 
 def sets_up(rank, size, _, port, machine):
