@@ -212,13 +212,20 @@ def stand_ins(
     The function copies the result to `result` if it is not there already.
     """
     if group._stages(source.device):
-        from pycomm._runtime.cuda import HostMirror, fetch
-
-        given = HostMirror(source)
-        fetch(given)
-        made = given if result is source else HostMirror(result)
-        return given.host, made.host, made.put_back
+        return host_stand_ins(source, result)
     return dense_stand_ins(source, result)
+
+
+def host_stand_ins(
+    source: torch.Tensor, result: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+    """Contiguous tensors in host memory; see stand_ins()."""
+    from pycomm._runtime.cuda import HostMirror, fetch
+
+    given = HostMirror(source)
+    fetch(given)
+    made = given if result is source else HostMirror(result)
+    return given.host, made.host, made.put_back
 
 
 def dense_stand_ins(

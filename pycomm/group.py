@@ -626,6 +626,14 @@ class Group:
             log.fallback(self, "CUDA tensors go through host memory: the group spans nodes")
         return stages
 
+    def _takes_to_host(self, device: torch.device, what: str) -> bool:
+        """True for tensors on CUDA in operations that no kernel runs; logs that, once."""
+        if device.type != "cuda":
+            return False
+        if not self._stages(device):
+            log.fallback(self, f"{what} take CUDA tensors through host memory")
+        return True
+
     def _path_of(self, tensor: torch.Tensor, *, encoded: bool) -> str:
         """How an average in place exchanges a tensor; see :class:`pycomm.ExchangePlan`."""
         if self._spans(tensor.device):

@@ -225,7 +225,8 @@ def _workspace(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-# Host memory for CUDA tensors in groups that span nodes, where the CPU exchanges data.
+# Host memory for CUDA tensors of operations that the CPU runs: in groups that span nodes, and where
+# there is no kernel.
 #
 # A call waits until the current stream has copied its tensors into pinned memory, so that
 # operations reach the group in the order of the calls, which is the same on every rank. The wait

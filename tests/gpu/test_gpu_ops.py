@@ -48,12 +48,14 @@ def calls(name: str) -> list[tuple[Any, tuple[Any, ...]]]:
         (OPS.broadcast_, (dense, 0, name)),
         (OPS.compressed_all_reduce, (x, text, "sum", "tree", *step, name)),
         (OPS.compressed_all_reduce_, (dense, text, residual, None, "avg", "auto", *step, name)),
+        (OPS.compressed_reduce_scatter, (x, text, "sum", *step, 1, name)),
+        (OPS.compressed_reduce_scatter_, (out, dense, text, residual, "avg", *step, name)),
         (OPS.encode, (x, text, 3, 256)),
         (OPS.decode, (OPS.encode(x, text, 3, 256), text, 30, torch.float32)),
     ]
 
 
-@pytest.mark.parametrize("index", range(14))
+@pytest.mark.parametrize("index", range(16))
 def test_opcheck(alone: str, index: int) -> None:
     op, arguments = calls(alone)[index]
     torch.library.opcheck(op, arguments)
