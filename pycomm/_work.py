@@ -39,6 +39,20 @@ def keep_alive(operation: Running, tensors: tuple[object, ...]) -> None:
             _held.pop(key, None)
 
 
+def inside(
+    context: Callable[[], AbstractContextManager[None]], finish: Callable[[], object] | None
+) -> Callable[[], None] | None:
+    """A function that calls `finish`, if there is one, in a context."""
+    if finish is None:
+        return None
+
+    def run() -> None:
+        with context():
+            finish()
+
+    return run
+
+
 # Running operations: launching them on tensors, and the handle of those under way.
 
 
@@ -111,15 +125,7 @@ class Work:
 
     def finish_in(self, context: Callable[[], AbstractContextManager[None]]) -> None:
         """Makes :meth:`wait` copy results back in a context."""
-        finish = self._finish
-        if finish is None:
-            return
-
-        def run() -> None:
-            with context():
-                finish()
-
-        self._finish = run
+        self._finish = inside(context, self._finish)
 
     def __del__(self) -> None:
         # The worker still uses the tensors' memory, so it must not be freed yet.

@@ -11,11 +11,19 @@ from torch.autograd.graph import increment_version
 
 from pycomm import _C, _work
 from pycomm._init import resolve_group
-from pycomm._inputs import as_tensor, check_memory, check_no_gradient, check_no_overlap, seconds
+from pycomm._inputs import (
+    as_tensor,
+    check_memory,
+    check_no_gradient,
+    check_no_overlap,
+    on_stream_of_arrays,
+    seconds,
+)
 from pycomm._runtime import host
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     from pycomm.group import Group
@@ -50,6 +58,10 @@ class Request:
             self._finish()
             self._finish = None
 
+    def finish_in(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Makes :meth:`wait` copy what was received in a context."""
+        self._finish = _work.inside(context, self._finish)
+
     def is_completed(self) -> bool:
         """True if :meth:`wait` would return at once."""
         return self._core.completed()
@@ -66,6 +78,7 @@ class Request:
             _work.keep_alive(self._core, (self._dense,))
 
 
+@on_stream_of_arrays
 def send(
     tensor: Any,
     dst: int,
@@ -103,6 +116,7 @@ def send(
     group._core.send(*_arguments(dense, dst, tag, timeout))
 
 
+@on_stream_of_arrays
 def recv(
     tensor: Any,
     src: int | None = None,
@@ -135,6 +149,7 @@ def recv(
     return source
 
 
+@on_stream_of_arrays
 def isend(
     tensor: Any,
     dst: int,
@@ -158,6 +173,7 @@ def isend(
     return Request(group._core.isend(*_arguments(dense, dst, tag, timeout)), dense)
 
 
+@on_stream_of_arrays
 def irecv(
     tensor: Any,
     src: int | None = None,
