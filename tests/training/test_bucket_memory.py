@@ -202,6 +202,23 @@ def test_where_buckets_lie_is_told(world):
         assert "\nin place: other ranks read and write the bucket where it lies" in texts[0]
 
 
+def test_where_local_sgd_exchanges_is_told(world):
+    def body(group):
+        net = torch.nn.Linear(90, 90)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        state = hooks.LocalSGDState(
+            net.named_parameters(), optimizer, period=1, compression=pycomm.Int8(), group=group
+        )
+        model = pycomm.DataParallel(net, state=state)
+        assert model.explain().buckets == ()
+        model(torch.ones(2, 90)).sum().backward()
+        optimizer.step()
+        state.step()
+        return [bucket.path for bucket in model.explain().buckets]
+
+    assert world(2).run(body) == [["encoded"]] * 2
+
+
 def test_memory_that_is_too_small_is_refused():
     if hook_state.take_memory is None:
         pytest.skip("pycomm was installed for another torch")
