@@ -112,21 +112,21 @@ def init(
     check_process_group(group)
     if group is None:
         check_is_rank()
-    why_slow = ""
+    warn = None
     if not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:
             raise not_set_up(in_threads=_open_groups.any_usable())
         from pycomm._runtime import torch_distributed
 
-        why_slow = torch_distributed.set_up(timeout)
+        warn = torch_distributed.set_up(timeout)
         take_down = torch_distributed.take_down
         _open_groups.after_end(functools.partial(take_down, os.getpid(), dist.group.WORLD))
     process_group = process_group_of(group)
     made = _adopt(
         _meet(process_group, timeout, staging_bytes, max_blocks, cuda_heap_bytes, transport)
     )
-    if why_slow:
-        log.without_nccl(made, why_slow)
+    if warn is not None:
+        warn(made)
     return made
 
 

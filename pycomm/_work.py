@@ -182,7 +182,8 @@ def _launch(
     """Runs or submits an operation on contiguous stand-ins for the tensors; see launch()."""
     if written:
         increment_version(result)  # autograd may have saved the old value
-    dense_source, dense_result, finish = stand_ins(group, source, result)
+    stages = group._stages(source.device)
+    dense_source, dense_result, finish = stand_ins(stages, source, result)
     if not written:
         finish = _nothing
     operation = operation_of(collective, algorithm, source.dtype, op, root)
@@ -211,21 +212,14 @@ def _nothing() -> None:
 
 
 def stand_ins(
-    group: Group, source: torch.Tensor, result: torch.Tensor
+    on_host: bool, source: torch.Tensor, result: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
-    """Contiguous tensors on the device where the group exchanges, and a copy-back function.
+    """Contiguous tensors in host memory or on the tensors' device, and a copy-back function.
 
     The function copies the result to `result` if it is not there already.
     """
-    if group._stages(source.device):
-        return host_stand_ins(source, result)
-    return dense_stand_ins(source, result)
-
-
-def host_stand_ins(
-    source: torch.Tensor, result: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
-    """Contiguous tensors in host memory; see stand_ins()."""
+    if not on_host:
+        return dense_stand_ins(source, result)
     from pycomm._runtime.cuda import HostMirror, fetch
 
     given = HostMirror(source)

@@ -28,7 +28,7 @@ from pycomm._inputs import (
 from pycomm._runtime.log import DEBUG, all_reduce_called, label_of
 from pycomm._runtime.ranges import record_range
 from pycomm._short_way import short_way_first
-from pycomm._work import Work, dense_stand_ins, host_stand_ins
+from pycomm._work import Work, stand_ins
 from pycomm.compression import SMALLEST_BLOCK, Cast, Compression, Identity, Int8, TopK
 from pycomm.errors import NonFinite
 
@@ -242,8 +242,7 @@ def compressed_all_reduce(
 
         check_two_shot(algorithm)
     on_host = group._exchanges_on_host(source.device)
-    made = (host_stand_ins if on_host else dense_stand_ins)(source, result)
-    dense, dense_result, put_result = made
+    dense, dense_result, put_result = stand_ins(on_host, source, result)
     state = [t for t in (kept, speed) if t is not None]
     state, put_state = _state_stand_ins(state) if on_host else (state, _nothing)
     label = label_of(tag)
@@ -359,8 +358,7 @@ def compressed_reduce_scatter(
     on_host = not spans and group._takes_to_host(source.device, "compressed reduce-scatters")
     state = [] if kept is None else [kept]
     increment_version([result, *state])
-    made = (host_stand_ins if on_host else dense_stand_ins)(source, result)
-    dense, dense_result, put_result = made
+    dense, dense_result, put_result = stand_ins(on_host, source, result)
     state, put_state = _state_stand_ins(state) if on_host else (state, _nothing)
     label = label_of(tag)
 
@@ -409,7 +407,7 @@ def _nothing() -> None:
 def _state_stand_ins(
     state: list[torch.Tensor],
 ) -> tuple[list[torch.Tensor], Callable[[], None]]:
-    """Like host_stand_ins(), for tensors that are both read and written."""
+    """Like stand_ins() in host memory, for tensors that are both read and written."""
     from pycomm._runtime.cuda import HostMirror, fetch
 
     staged = [HostMirror(tensor) for tensor in state]

@@ -56,16 +56,6 @@ def fallback(group: Member, text: str, *values: object) -> None:
         _group.warning(f"rank %d: {text}", group.rank, *values)
 
 
-def without_nccl(group: Member, why: str) -> None:
-    """Warns that `init` has set up torch.distributed without NCCL although ranks have GPUs."""
-    fallback(
-        group,
-        "torch.distributed has Gloo alone, because %s: its own operations on CUDA tensors, and "
-        "pycomm's between nodes, go through host memory",
-        why,
-    )
-
-
 def backend_falls_back(name: str, rank: int, what: str) -> None:
     """Warns that torch.distributed's group `name` runs an operation over Gloo."""
     _group.warning("rank %d: %s of the process group %s goes over Gloo", rank, what, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -12,15 +13,18 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from pycomm._runtime.log import fallback
 from pycomm._runtime.rendezvous import store_all_gather
 from pycomm._runtime.threads import Deadline
 from pycomm._runtime.torch_private import set_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from pycomm._runtime.lifetime import Member
 
 
-def set_up(timeout: float) -> str:
+def set_up(timeout: float) -> Callable[[Member], None] | None:
     """Sets up torch.distributed from torchrun's environment, also in restarted processes.
 
     Its backends are Gloo for CPU tensors and NCCL for CUDA tensors, which connects at once, on the
@@ -31,7 +35,7 @@ def set_up(timeout: float) -> str:
         timeout: seconds for the setup. Afterwards torch's operations have torch's own timeout.
 
     Returns:
-        Why the ranks have Gloo alone; an empty string if they have NCCL, or no CUDA at all.
+        A function that warns that the ranks of a group have Gloo alone, although ranks have GPUs.
     """
     deadline, patience = Deadline(timeout), timedelta(seconds=timeout)
     with deadline.guarding("every process joining torch.distributed"):
@@ -55,7 +59,16 @@ def set_up(timeout: float) -> str:
         )
     set_timeout(default_pg_timeout)
     store.set_timeout(default_pg_timeout)
-    return "" if set(gpus) == {_NO_DEVICE} else why
+    return functools.partial(_warn, why) if why and set(gpus) != {_NO_DEVICE} else None
+
+
+def _warn(why: str, group: Member) -> None:
+    fallback(
+        group,
+        "torch.distributed has Gloo alone, because %s: its own operations on CUDA tensors, and "
+        "pycomm's between nodes, go through host memory",
+        why,
+    )
 
 
 # What ranks tell each other instead of their device's UUID.
