@@ -15,7 +15,8 @@ def register() -> None:
     """Registers the backend, unless it is registered. Never raises: torch may call it."""
     try:
         if "pycomm" not in dist.Backend.backend_list:
-            dist.Backend.register_backend("pycomm", _create, extended_api=True, devices=["cpu"])
+            devices = ["cpu", "cuda"]
+            dist.Backend.register_backend("pycomm", _create, extended_api=True, devices=devices)
     except Exception as error:
         warnings.warn(f"torch.distributed has no backend pycomm: {error!r}", stacklevel=2)
 

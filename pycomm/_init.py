@@ -35,6 +35,7 @@ from pycomm.group import (
     Group,
     _open_groups,
     make_group,
+    take_cuda,
     when_replaced,
 )
 
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pycomm._nccl.process_groups import InternodeProcessGroups
-    from pycomm._runtime.cuda import CudaSide
     from pycomm._runtime.grow import Growth
     from pycomm._runtime.rendezvous import RendezvousResult
 
@@ -248,6 +248,7 @@ def _serve(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Option
 
 
 def _connect_cuda(group: Group, options: _Options) -> None:
+    """Lets a group on one node take CUDA tensors."""
     process_group = options.process_group
 
     def members() -> Any:
@@ -259,13 +260,8 @@ def _connect_cuda(group: Group, options: _Options) -> None:
 
         return subgroup_of(process_group, group.ranks, group.timeout)
 
-    def connect(device: torch.device) -> CudaSide:
-        from pycomm._runtime.cuda import join_processes
-
-        heap = options.mine["settings"]["cuda_heap_bytes"]
-        return join_processes(group, device, members, options.max_blocks, heap)
-
-    group._join_cuda = connect
+    heap = options.mine["settings"]["cuda_heap_bytes"]
+    take_cuda(group, members, options.max_blocks, heap)
 
 
 def _let_grow(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Options) -> None:

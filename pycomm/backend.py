@@ -2,10 +2,11 @@
 
 .. code-block:: python
 
-    dist.init_process_group("pycomm")  # or "cpu:pycomm,cuda:nccl"
+    dist.init_process_group("pycomm")  # or "cpu:gloo,cuda:pycomm", or "cpu:pycomm,cuda:nccl"
 
 An installed pycomm needs no import for this. Operations run like pycomm's own collectives, in
-shared memory and between nodes; docs/torch-distributed.md lists them, and the cost of all others.
+shared memory, by kernels, and between nodes; docs/torch-distributed.md lists them, and the cost of
+all others.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import time
 import traceback
 import weakref
 from collections import Counter
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 import pycomm_backend
@@ -29,9 +32,9 @@ from pycomm._runtime.failure_detector import monitored_barrier
 from pycomm._runtime.lifetime import Nodes
 from pycomm._runtime.rendezvous import RendezvousResult, introduction, join
 from pycomm._runtime.subgroup import Subgroup
-from pycomm._runtime.torch_private import correct_shrunk_groups
+from pycomm._runtime.torch_private import correct_shrunk_groups, named_process_group
 from pycomm.errors import ArgumentError, CollectiveError, GroupUnusable, PeerDied
-from pycomm.group import DEFAULT_STAGING_BYTES, Group, _open_groups, make_group
+from pycomm.group import DEFAULT_STAGING_BYTES, Group, _open_groups, make_group, take_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,6 +155,7 @@ class _Ranks:
         members = join(store, self.rank, self.size, patience, introduce, listens=True)
         self._members = members
         self._group = make_group(members, self.rank, self._timeout)
+        self._take_cuda()
         if members.listener is not None:
             make = functools.partial(_make_smaller, self.rank, self._timeout)
             mine = members.everyone[self.rank]
@@ -215,6 +219,7 @@ class _Ranks:
         store = PrefixStore("shrunk", self._store)
         made = _Ranks(store, smaller.rank, smaller.size, timeout, self._name, self._first_store)
         made._group, made._is_shrunk = smaller, True
+        made._take_cuda()
         if self._is_default:
             made._members = _membership(smaller, store)
             made.serve_others()
@@ -307,6 +312,7 @@ class _Ranks:
                 self._leave(subgroup)
                 raise
             self._failed = False
+            self._take_cuda()
             if self._closed:  # by another thread meanwhile
                 self.close()
         if self._group is None:
@@ -351,6 +357,27 @@ class _Ranks:
             self._addresses = internode.Addresses(PrefixStore("gloo", self._store), timeout)
             self._gloo = internode.connect_lazily(self._addresses, self.rank, self.size, timeout)
         return self._gloo
+
+    def tell_staged(self, what: str) -> None:
+        """Logs that an operation takes CUDA tensors through host memory."""
+        if what not in self._told:
+            self._told.add(what)
+            log.backend_stages(self._name, self.rank, what)
+
+    def connect_nccl(self, timeout: float) -> Any:
+        """An NCCL backend for CUDA tensors between nodes; None if torch has no NCCL."""
+        if not dist.is_nccl_available():
+            return None
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        store = PrefixStore("nccl", self._store)
+        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    def _take_cuda(self) -> None:
+        """Lets the group take CUDA tensors, by kernels if its ranks are on one node."""
+        group, name = self._group, self._name
+        if group is not None and len(group.nodes) == 1:
+            take_cuda(group, lambda: named_process_group(name))
 
     def _end_gloo(self) -> None:
         """Ends operations over Gloo, also on ranks that wait for this one."""

@@ -712,5 +712,28 @@ def make_group(
     return made
 
 
+def take_cuda(
+    group: Group,
+    process_group: Callable[[], Any],
+    max_blocks: int = DEFAULT_MAX_BLOCKS,
+    heap_bytes: int = 0,
+) -> None:
+    """Lets a group of processes on one node take CUDA tensors, from its first operation on one.
+
+    Args:
+        group: the group.
+        process_group: returns torch's process group of the same ranks, or raises RuntimeError.
+        max_blocks: the largest number of thread blocks that an operation uses.
+        heap_bytes: device memory for :meth:`Group.empty`.
+    """
+
+    def connect(device: torch.device) -> CudaSide:
+        from pycomm._runtime.cuda import join_processes
+
+        return join_processes(group, device, process_group, max_blocks, heap_bytes)
+
+    group._join_cuda = connect
+
+
 def _no_cuda(device: torch.device) -> CudaSide:
     raise ValueError(f"group is closed: it takes no more tensors on CUDA, got one on {device}")

@@ -7,6 +7,7 @@
 #include "bind/gil.h"
 #include "bind/python.h"
 #include "cpu/group/group.h"
+#include "cuda/group.h"
 
 namespace py = pybind11;
 
@@ -149,6 +150,16 @@ void free_memory(void* owner) {
   found->heap->free(found->data);
 }
 
+Error enqueue(void* side, const Call* calls, std::size_t count, std::uintptr_t stream) {
+  return guarded([&] {
+    for (std::size_t i = 0; i < count; ++i) static_cast<cuda::Group*>(side)->run(calls[i], stream);
+  });
+}
+
+Error check_kernels(void* side) {
+  return guarded([&] { static_cast<cuda::Group*>(side)->check(); });
+}
+
 constexpr BackendTable kTable = {
     .layout = kBackendTableLayout,
     .run = run,
@@ -167,6 +178,9 @@ constexpr BackendTable kTable = {
     .abort = abort,
     .allocate = allocate,
     .free_memory = free_memory,
+    .enqueue = enqueue,
+    .check_kernels = check_kernels,
+    .has_passed = cuda::completed,
 };
 
 }  // namespace

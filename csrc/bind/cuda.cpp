@@ -4,6 +4,7 @@
 
 #include "bind/gil.h"
 #include "bind/python.h"
+#include "core/backend_table.h"
 #include "cuda/codecs/wire.h"
 #include "cuda/group.h"
 
@@ -119,6 +120,8 @@ void bind_cuda(py::module_& m) {
                  std::move(host), std::move(endpoint), std::move(shared), check_signals));
            }),
            py::arg("host"), py::arg("endpoint"), py::arg("shared").none(true))
+      .def_property_readonly(  // for the torch.distributed backend, while the object lives
+          "handle", [](cuda::Group& group) { return py::capsule(&group, kCudaCapsule); })
       .def("check", &cuda::Group::check, py::call_guard<WithoutGil>())
       .def("close", &cuda::Group::close, py::call_guard<WithoutGil>())
       .def("run",

@@ -10,14 +10,13 @@
 #include "bind/dense_tensor.h"
 #include "bind/gil.h"
 #include "bind/python.h"
+#include "core/backend_table.h"
 #include "core/algorithms/table.h"
 
 namespace py = pybind11;
 
 namespace pycomm::bind {
 namespace {
-
-constexpr const char* kHandleName = "pycomm.group";
 
 // What a parameter is for.
 enum class Argument : std::uint8_t {
@@ -283,7 +282,7 @@ cpu::Group* engine_of(PyObject* group) {
   if (reinterpret_cast<PyObject*>(Py_TYPE(group)) != ours.group_type) return nullptr;
   const auto handle = py::reinterpret_steal<py::object>(PyObject_GetAttr(group, names.handle));
   void* const engine =
-      handle && !handle.is_none() ? PyCapsule_GetPointer(handle.ptr(), kHandleName) : nullptr;
+      handle && !handle.is_none() ? PyCapsule_GetPointer(handle.ptr(), kGroupCapsule) : nullptr;
   if (engine == nullptr) PyErr_Clear();
   return static_cast<cpu::Group*>(engine);
 }
@@ -618,6 +617,6 @@ void bind_fast_call(py::module_& m) {
   m.def("short_way_first", &short_way_first);
 }
 
-py::capsule handle_of(cpu::Group& group) { return py::capsule(&group, kHandleName); }
+py::capsule handle_of(cpu::Group& group) { return py::capsule(&group, kGroupCapsule); }
 
 }  // namespace pycomm::bind

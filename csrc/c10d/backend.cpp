@@ -22,6 +22,11 @@ void check_pairs(const Tensors& outputs, const Tensors& inputs) {
                  inputs.size(), ", got ", outputs.size());
 }
 
+// The device of an operation's first tensor; check_tensor() compares the others.
+c10::Device device_of(const Tensors& tensors) {
+  return tensors.empty() ? c10::Device(c10::kCPU) : tensors.front().device();
+}
+
 double seconds_of(Milliseconds time) { return std::chrono::duration<double>(time).count(); }
 
 }  // namespace
@@ -46,7 +51,7 @@ Backend::~Backend() { drop(std::move(ranks_)); }
 ::c10d::Backend& Backend::gloo(const char* what) {
   std::optional<py::gil_scoped_release> no_gil;
   if (PyGILState_Check() != 0) no_gil.emplace();
-  const std::lock_guard lock(making_gloo_);
+  const std::lock_guard lock(making_others_);
   const py::gil_scoped_acquire gil;
   // Also writes the log.
   const py::object made = ranks_.attr("connect_gloo")(what, seconds_of(timeout_));
@@ -58,26 +63,65 @@ void Backend::setTimeout(Milliseconds timeout) {
   check_timeout(timeout);
   std::optional<py::gil_scoped_release> no_gil;
   if (PyGILState_Check() != 0) no_gil.emplace();
-  const std::lock_guard lock(making_gloo_);
+  const std::lock_guard lock(making_others_);
   timeout_ = timeout;
   if (gloo_ != nullptr) gloo_->setTimeout(timeout);
 }
 
-Request Backend::request(OpType type, const char* title, Milliseconds timeout) const {
+Request Backend::request(OpType type, const char* title, Milliseconds timeout, c10::Device device) {
   if (timeout == kUnsetTimeout) timeout = timeout_;
   check_timeout(timeout);
-  return {type, title, getRank(), getSize(), timeout};
+  return {type, title, getRank(), getSize(), timeout, device, place_of(device)};
+}
+
+Place Backend::place_of(c10::Device device) {
+  if (!device.is_cuda()) return Place::host;
+  return connection_.load()->spans_nodes() ? Place::staged : Place::device;
+}
+
+std::optional<StreamOrder> Backend::order(c10::Device device, bool async) {
+  if (!device.is_cuda()) return {};
+  return StreamOrder(async ? connection_.load()->stream(device) : current_stream(device));
 }
 
 Backend::WorkPtr Backend::launch(Request request, bool async) {
   ++sequence_;
-  auto work = c10::make_intrusive<CollectiveWork>(connection_.load(), std::move(request));
+  std::optional<StreamOrder> order = this->order(request.device, async);
+  if (request.place() == Place::device) {
+    auto work =
+        c10::make_intrusive<KernelWork>(connection_.load(), std::move(request), std::move(*order));
+    work->enqueue();
+    return work;
+  }
+  if (request.place() == Place::staged) tell_staged(request.title);
+  auto work =
+      c10::make_intrusive<CollectiveWork>(connection_.load(), std::move(request), std::move(order));
   async ? CollectiveWork::submit(work) : work->run();
   return work;
 }
 
+void Backend::tell_staged(const char* title) {
+  const py::gil_scoped_acquire gil;
+  ranks_.attr("tell_staged")(title);
+}
+
+::c10d::Backend* Backend::nccl(c10::Device device) {
+  if (!device.is_cuda() || !connection_.load()->spans_nodes()) return nullptr;
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check() != 0) no_gil.emplace();
+  const std::lock_guard lock(making_others_);
+  if (nccl_.has_value()) return nccl_->get();
+  const py::gil_scoped_acquire gil;
+  const py::object made = ranks_.attr("connect_nccl")(seconds_of(timeout_));
+  using Pointer = c10::intrusive_ptr<::c10d::Backend>;
+  nccl_ = made.is_none() ? Pointer() : made.cast<Pointer>();
+  return nccl_->get();
+}
+
 Backend::WorkPtr Backend::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) {
-  Request made = request(OpType::BROADCAST, "pycomm:broadcast", options.timeout);
+  const c10::Device device = device_of(tensors);
+  if (auto* const nccl = this->nccl(device)) return nccl->broadcast(tensors, options);
+  Request made = request(OpType::BROADCAST, "pycomm:broadcast", options.timeout, device);
   made.broadcast(only(tensors, "broadcast"), options.rootRank);
   return launch(std::move(made), options.asyncOp);
 }
@@ -85,40 +129,54 @@ Backend::WorkPtr Backend::broadcast(Tensors& tensors, const ::c10d::BroadcastOpt
 Backend::WorkPtr Backend::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& options) {
   const at::Tensor& tensor = only(tensors, "all_reduce");
   if (tensor.is_sparse()) return allreduce_sparse(tensors, options);
-  Request made = request(OpType::ALLREDUCE, "pycomm:all_reduce", options.timeout);
+  const c10::Device device = device_of(tensors);
+  if (auto* const nccl = this->nccl(device)) return nccl->allreduce(tensors, options);
+  Request made = request(OpType::ALLREDUCE, "pycomm:all_reduce", options.timeout, device);
   made.all_reduce(tensor, options.reduceOp);
   return launch(std::move(made), options.asyncOp);
 }
 
 Backend::WorkPtr Backend::allreduce_sparse(Tensors& tensors,
                                            const ::c10d::AllreduceOptions& options) {
+  const at::Tensor& tensor = only(tensors, "all_reduce");
+  check_argument(tensor.is_cpu(), "all_reduce of sparse tensors takes CPU tensors, got one on ",
+                 tensor.device());
   return gloo("all_reduce of sparse tensors").allreduce(tensors, options);
 }
 
 Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
                                               const ::c10d::AllreduceCoalescedOptions& options) {
+  const c10::Device device = device_of(tensors);
+  if (auto* const nccl = this->nccl(device)) return nccl->allreduce_coalesced(tensors, options);
   Request made =
-      request(OpType::ALLREDUCE_COALESCED, "pycomm:all_reduce_coalesced", options.timeout);
+      request(OpType::ALLREDUCE_COALESCED, "pycomm:all_reduce_coalesced", options.timeout, device);
   for (const at::Tensor& tensor : tensors) made.all_reduce(tensor, options.reduceOp);
   return launch(std::move(made), options.asyncOp);
 }
 
 Backend::WorkPtr Backend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) {
-  Request made = request(OpType::REDUCE, "pycomm:reduce", options.timeout);
+  const c10::Device device = device_of(tensors);
+  if (auto* const nccl = this->nccl(device)) return nccl->reduce(tensors, options);
+  Request made = request(OpType::REDUCE, "pycomm:reduce", options.timeout, device);
   made.reduce(only(tensors, "reduce"), options.reduceOp, options.rootRank);
   return launch(std::move(made), options.asyncOp);
 }
 
 Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs,
                                     const ::c10d::AllgatherOptions& options) {
-  Request made = request(OpType::ALLGATHER, "pycomm:all_gather", options.timeout);
+  const c10::Device device = device_of(inputs);
+  if (auto* const nccl = this->nccl(device)) return nccl->allgather(outputs, inputs, options);
+  Request made = request(OpType::ALLGATHER, "pycomm:all_gather", options.timeout, device);
   made.all_gather(only(outputs, "all_gather"), only(inputs, "all_gather"));
   return launch(std::move(made), options.asyncOp);
 }
 
 Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const ::c10d::AllgatherOptions& options) {
-  Request made = request(OpType::_ALLGATHER_BASE, "pycomm:_all_gather_base", options.timeout);
+  const c10::Device device = input.device();
+  if (auto* const nccl = this->nccl(device)) return nccl->_allgather_base(output, input, options);
+  Request made =
+      request(OpType::_ALLGATHER_BASE, "pycomm:_all_gather_base", options.timeout, device);
   made.all_gather(output, input);
   return launch(std::move(made), options.asyncOp);
 }
@@ -126,8 +184,11 @@ Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
 // The lists have the order of the deprecated operation: outputs[rank][tensor].
 Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                               const ::c10d::AllgatherOptions& options) {
+  const c10::Device device = device_of(inputs);
+  if (auto* const nccl = this->nccl(device))
+    return nccl->allgather_coalesced(outputs, inputs, options);
   Request made =
-      request(OpType::ALLGATHER_COALESCED, "pycomm:all_gather_coalesced", options.timeout);
+      request(OpType::ALLGATHER_COALESCED, "pycomm:all_gather_coalesced", options.timeout, device);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     Tensors results;
     for (const Tensors& of_rank : outputs) {
@@ -142,16 +203,21 @@ Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inp
 
 Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const ::c10d::AllgatherOptions& options) {
+  const c10::Device device = device_of(inputs);
+  if (auto* const nccl = this->nccl(device))
+    return nccl->allgather_into_tensor_coalesced(outputs, inputs, options);
   check_pairs(outputs, inputs);
-  Request made =
-      request(OpType::COALESCED, "pycomm:all_gather_into_tensor_coalesced", options.timeout);
+  Request made = request(OpType::COALESCED, "pycomm:all_gather_into_tensor_coalesced",
+                         options.timeout, device);
   for (std::size_t i = 0; i < inputs.size(); ++i) made.all_gather(outputs[i], inputs[i]);
   return launch(std::move(made), options.asyncOp);
 }
 
 Backend::WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs,
                                  const ::c10d::GatherOptions& options) {
-  Request made = request(OpType::GATHER, "pycomm:gather", options.timeout);
+  const c10::Device device = device_of(inputs);
+  if (auto* const nccl = this->nccl(device)) return nccl->gather(outputs, inputs, options);
+  Request made = request(OpType::GATHER, "pycomm:gather", options.timeout, device);
   made.gather(on_root(outputs, options.rootRank, "gather"), only(inputs, "gather"),
               options.rootRank);
   return launch(std::move(made), options.asyncOp);
@@ -159,7 +225,9 @@ Backend::WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs,
 
 Backend::WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs,
                                   const ::c10d::ScatterOptions& options) {
-  Request made = request(OpType::SCATTER, "pycomm:scatter", options.timeout);
+  const c10::Device device = device_of(outputs);
+  if (auto* const nccl = this->nccl(device)) return nccl->scatter(outputs, inputs, options);
+  Request made = request(OpType::SCATTER, "pycomm:scatter", options.timeout, device);
   made.scatter(only(outputs, "scatter"), on_root(inputs, options.rootRank, "scatter"),
                options.rootRank);
   return launch(std::move(made), options.asyncOp);
@@ -167,7 +235,9 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs,
 
 Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                          const ::c10d::ReduceScatterOptions& options) {
-  Request made = request(OpType::REDUCE_SCATTER, "pycomm:reduce_scatter", options.timeout);
+  const c10::Device device = device_of(outputs);
+  if (auto* const nccl = this->nccl(device)) return nccl->reduce_scatter(outputs, inputs, options);
+  Request made = request(OpType::REDUCE_SCATTER, "pycomm:reduce_scatter", options.timeout, device);
   made.reduce_scatter(only(outputs, "reduce_scatter"), only(inputs, "reduce_scatter"),
                       options.reduceOp);
   return launch(std::move(made), options.asyncOp);
@@ -175,17 +245,23 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
 
 Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const ::c10d::ReduceScatterOptions& options) {
+  const c10::Device device = output.device();
+  if (auto* const nccl = this->nccl(device))
+    return nccl->_reduce_scatter_base(output, input, options);
   Request made =
-      request(OpType::_REDUCE_SCATTER_BASE, "pycomm:_reduce_scatter_base", options.timeout);
+      request(OpType::_REDUCE_SCATTER_BASE, "pycomm:_reduce_scatter_base", options.timeout, device);
   made.reduce_scatter(output, input, options.reduceOp);
   return launch(std::move(made), options.asyncOp);
 }
 
 Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const ::c10d::ReduceScatterOptions& options) {
+  const c10::Device device = device_of(outputs);
+  if (auto* const nccl = this->nccl(device))
+    return nccl->reduce_scatter_tensor_coalesced(outputs, inputs, options);
   check_pairs(outputs, inputs);
   Request made =
-      request(OpType::COALESCED, "pycomm:reduce_scatter_tensor_coalesced", options.timeout);
+      request(OpType::COALESCED, "pycomm:reduce_scatter_tensor_coalesced", options.timeout, device);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     made.reduce_scatter(outputs[i], inputs[i], options.reduceOp);
   }
@@ -196,14 +272,19 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                         std::vector<int64_t>& output_splits,
                                         std::vector<int64_t>& input_splits,
                                         const ::c10d::AllToAllOptions& options) {
-  Request made = request(OpType::ALLTOALL_BASE, "pycomm:all_to_all", options.timeout);
+  const c10::Device device = output.device();
+  if (auto* const nccl = this->nccl(device))
+    return nccl->alltoall_base(output, input, output_splits, input_splits, options);
+  Request made = request(OpType::ALLTOALL_BASE, "pycomm:all_to_all", options.timeout, device);
   made.all_to_all(output, input, output_splits, input_splits);
   return launch(std::move(made), options.asyncOp);
 }
 
 Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
                                    const ::c10d::AllToAllOptions& options) {
-  Request made = request(OpType::ALLTOALL, "pycomm:all_to_all", options.timeout);
+  const c10::Device device = device_of(outputs);
+  if (auto* const nccl = this->nccl(device)) return nccl->alltoall(outputs, inputs, options);
+  Request made = request(OpType::ALLTOALL, "pycomm:all_to_all", options.timeout, device);
   made.all_to_all(outputs, inputs);
   return launch(std::move(made), options.asyncOp);
 }
@@ -212,9 +293,12 @@ Backend::WorkPtr Backend::message(OpType type, const Tensors& tensors, int peer,
   const bool sends = type == OpType::SEND;
   const char* const what = sends ? "send" : "recv";
   const at::Tensor& tensor = only(tensors, what);
-  check_tensor(tensor, what);
+  check_tensor(tensor, what, tensor.device());
   if (type != OpType::RECVANYSOURCE) check_rank(peer, getSize(), sends ? "dst" : "src");
-  const auto work = c10::make_intrusive<MessageWork>(connection_.load(), type, tensor);
+  const Place place = tensor.is_cuda() ? Place::staged : Place::host;
+  if (place == Place::staged) check_can_be_staged(what), tell_staged(what);
+  const auto work = c10::make_intrusive<MessageWork>(connection_.load(), type, tensor, place,
+                                                     order(tensor.device(), true));
   MessageWork::start(work, peer, tag, timeout_);
   return work;
 }
@@ -232,7 +316,8 @@ Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
 }
 
 Backend::WorkPtr Backend::barrier(const ::c10d::BarrierOptions& options) {
-  Request made = request(OpType::BARRIER, "pycomm:barrier", options.timeout);
+  if (options.device && options.device->is_cuda()) current_stream(*options.device).synchronize();
+  Request made = request(OpType::BARRIER, "pycomm:barrier", options.timeout, c10::kCPU);
   made.barrier();
   return launch(std::move(made), options.asyncOp);
 }
@@ -299,9 +384,10 @@ Backend::WorkPtr Backend::reconfigure(const ::c10d::ReconfigureOptions& options)
   sequence_ = 0;
   {
     const py::gil_scoped_release no_gil;  // as in gloo()
-    const std::lock_guard lock(making_gloo_);
+    const std::lock_guard lock(making_others_);
     std::swap(ranks_, ranks);
     gloo_.reset();
+    nccl_.reset();
   }
   const auto done =
       c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
@@ -312,7 +398,7 @@ Backend::WorkPtr Backend::reconfigure(const ::c10d::ReconfigureOptions& options)
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   const std::int64_t bytes = size * static_cast<std::int64_t>(options.dtype().itemsize());
-  if (bytes == 0) return at::empty(size, options);
+  if (bytes == 0 || !options.device().is_cpu()) return at::empty(size, options);
   void *data = nullptr, *owner = nullptr;
   check(native().allocate(group(), bytes, &data, &owner));
   return at::from_blob(data, {size}, [owner](void*) { native().free_memory(owner); }, options);

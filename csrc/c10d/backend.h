@@ -1,5 +1,9 @@
 // pycomm as a backend of torch.distributed: a c10d::Backend that turns tensors into calls of
-// pycomm._C. It has no algorithms. Operations without a native path go to Gloo.
+// pycomm._C. It has no algorithms.
+//
+// CPU tensors are exchanged on the host, and CUDA tensors by kernels. What kernels cannot exchange is
+// staged: copied to host memory and back. Between nodes, NCCL has CUDA tensors if torch has it.
+// Operations without a native path go to Gloo.
 //
 // It overrides the virtual functions by the names that torch 2.11 gave them; later versions forward
 // their new names to these.
@@ -92,7 +96,13 @@ class Backend final : public ::c10d::Backend {
   ::c10d::Backend& gloo(const char* what);
   // The list that only the root passes; empty on other ranks.
   Tensors on_root(const TensorLists& lists, std::int64_t root, const char* what) const;
-  Request request(OpType type, const char* title, Milliseconds timeout) const;
+  // The NCCL backend, for tensors on `device`; null if they are pycomm's to exchange.
+  ::c10d::Backend* nccl(c10::Device device);
+  Request request(OpType type, const char* title, Milliseconds timeout, c10::Device device);
+  Place place_of(c10::Device device);
+  std::optional<StreamOrder> order(c10::Device device, bool async);
+  // Says in the log, once, that an operation of CUDA tensors goes through host memory.
+  void tell_staged(const char* title);
   void* group() { return connection_.load()->group(); }
   WorkPtr launch(Request request, bool async);
   WorkPtr message(OpType type, const Tensors& tensors, int peer, int tag);
@@ -101,9 +111,10 @@ class Backend final : public ::c10d::Backend {
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
   std::atomic<std::shared_ptr<Connection>> connection_;  // reconfigure() replaces it
-  std::mutex making_gloo_;
+  std::mutex making_others_;
   pybind11::object ranks_;
   c10::intrusive_ptr<::c10d::Backend> gloo_;
+  std::optional<c10::intrusive_ptr<::c10d::Backend>> nccl_;  // null if there is none
 };
 
 }  // namespace pycomm::c10d

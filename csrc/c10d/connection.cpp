@@ -1,5 +1,6 @@
 #include "c10d/connection.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>
 
 #include "c10d/arguments.h"
@@ -84,6 +85,7 @@ void drop(py::object object) {
 
 Connection::~Connection() {
   drop(std::move(connect_));
+  drop(std::move(cuda_side_));
   drop(std::move(group_));
 }
 
@@ -96,10 +98,36 @@ void* Connection::connect() {
   const py::gil_scoped_acquire gil;
   group_ = connect_();
   const py::object capsule = group_.attr("_handle");
-  void* const handle = PyCapsule_GetPointer(capsule.ptr(), "pycomm.group");
+  void* const handle = PyCapsule_GetPointer(capsule.ptr(), kGroupCapsule);
   if (handle == nullptr) throw py::error_already_set();
+  spans_nodes_ = py::len(group_.attr("nodes")) > 1;
   handle_.store(handle, std::memory_order_release);
   return handle;
+}
+
+// Other devices than the first one are for Python to refuse.
+void* Connection::cuda_side(c10::Device device) {
+  group();
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check() != 0) no_gil.emplace();
+  const std::lock_guard lock(connecting_);
+  if (device_ == device) return cuda_handle_;
+  const py::gil_scoped_acquire gil;
+  cuda_side_ = group_.attr("_cuda_side")(device).attr("_core");
+  const py::object capsule = cuda_side_.attr("handle");
+  cuda_handle_ = PyCapsule_GetPointer(capsule.ptr(), kCudaCapsule);
+  if (cuda_handle_ == nullptr) throw py::error_already_set();
+  device_ = device;
+  return cuda_handle_;
+}
+
+c10::Stream Connection::stream(c10::Device device) {
+  const std::lock_guard lock(connecting_);
+  if (!stream_ || stream_->device() != device) {
+    // Of high priority, because other ranks wait for its kernels.
+    stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
+  }
+  return *stream_;
 }
 
 }  // namespace pycomm::c10d

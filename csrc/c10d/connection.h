@@ -2,11 +2,13 @@
 // and a group that is connected when it is first used.
 #pragma once
 
+#include <c10/core/Stream.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <optional>
 
 #include "core/backend_table.h"
 
@@ -59,6 +61,12 @@ class Connection {
     void* const found = handle_.load(std::memory_order_acquire);
     return found != nullptr ? found : connect();
   }
+  // True if the group spans nodes.
+  bool spans_nodes() { return group(), spans_nodes_; }
+  // The handle of the group's CUDA side. The first call connects the devices, in a collective call.
+  void* cuda_side(c10::Device device);
+  // The stream of operations that do not run on the caller's.
+  c10::Stream stream(c10::Device device);
 
  private:
   void* connect();
@@ -68,6 +76,11 @@ class Connection {
   std::atomic<void*> handle_{nullptr};
   pybind11::object connect_;
   pybind11::object group_;
+  bool spans_nodes_ = false;
+  void* cuda_handle_ = nullptr;
+  std::optional<c10::Device> device_;
+  pybind11::object cuda_side_;
+  std::optional<c10::Stream> stream_;
 };
 
 }  // namespace pycomm::c10d

@@ -53,6 +53,10 @@ ReduceOp reduction_of(const ::c10d::ReduceOp& op) {
   }
 }
 
+at::Tensor empty_on_host(const at::Tensor& like) {
+  return at::empty(like.sizes(), like.options().device(at::kCPU).pinned_memory(true));
+}
+
 at::Tensor factor_of(const ::c10d::ReduceOp& op) {
   const auto* given = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   check_argument(given != nullptr, "op PREMUL_SUM must hold a factor, got none");
@@ -68,11 +72,22 @@ Element element_of(const at::Tensor& tensor) {
   throw_argument_type_error(c10::str("tensors of ", tensor.scalar_type(), " are not supported"));
 }
 
+void check_can_be_staged(const char* what) {
+  bool captured = false;
+  with_gil([&] {
+    const auto cuda = pybind11::module_::import("torch.cuda");
+    captured = cuda.attr("is_current_stream_capturing")().cast<bool>();
+  });
+  check_argument(!captured, what,
+                 " of these tensors goes through host memory, which a CUDA graph cannot capture");
+}
+
 bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-at::Tensor plain(const at::Tensor& tensor) {
+at::Tensor plain(const at::Tensor& tensor, Place place) {
+  if (place == Place::staged) return empty_on_host(tensor).copy_(tensor.detach());
   return tensor.detach().contiguous().resolve_conj().resolve_neg();
 }
 
@@ -81,19 +96,23 @@ void count_write(const at::Tensor& tensor) {
     torch::autograd::impl::bump_version(tensor);  // inference tensors have no count
 }
 
-at::Tensor memory_to_write(const at::Tensor& output) {
-  if (is_plain(output)) {
+at::Tensor memory_to_write(const at::Tensor& output, Place place) {
+  if (place != Place::staged && is_plain(output)) {
     count_write(output);
     return output.detach();
   }
   at::assert_no_internal_overlap(output);
-  return at::empty(output.sizes(), output.options());
+  return place == Place::staged ? empty_on_host(output)
+                                : at::empty(output.sizes(), output.options());
 }
 
-void check_tensor(const at::Tensor& tensor, const char* what) {
+void check_tensor(const at::Tensor& tensor, const char* what, c10::Device device) {
   check_argument(tensor.layout() == at::kStrided, what, " takes dense tensors, got one of layout ",
                  tensor.layout());
-  check_argument(tensor.is_cpu(), what, " takes CPU tensors, got one on ", tensor.device());
+  check_argument(tensor.is_cpu() || tensor.is_cuda(), what,
+                 " takes tensors on a CPU or a CUDA device, got one on ", tensor.device());
+  check_argument(tensor.device() == device, what, " takes tensors on one device, got one on ",
+                 device, " and one on ", tensor.device());
 }
 
 void check_rank(std::int64_t rank, int ranks, const char* name) {
@@ -152,12 +171,14 @@ void Request::all_to_all(const at::Tensor& output, const at::Tensor& input,
                          const std::vector<std::int64_t>& input_splits) {
   check(output);
   check(input);
+  const bool is_split = !output_splits.empty() || !input_splits.empty();
+  if (is_split) stage();  // other ranks' splits may be unequal
   check_argument(output.scalar_type() == input.scalar_type(), "output must have input's dtype, ",
                  input.scalar_type(), ", got ", output.scalar_type());
   check_disjoint(output, input);
   inputs.push_back(input);
   outputs.push_back(output);
-  if (!output_splits.empty() || !input_splits.empty()) {
+  if (is_split) {
     Call& call = add(Collective::all_to_all, to_read(input), to_write(output), 0);
     call.inputs = blocks_of(input, input_splits);
     call.outputs = blocks_of(output, output_splits);
@@ -179,8 +200,9 @@ void Request::all_gather(const Tensors& results, const at::Tensor& input) {
   check(input);
   check_list(results, "tensor_list", input);
   check_own(results, "tensor_list", input);
+  stage_unless_equal(results);
   Call& call = add(Collective::all_gather, to_read(input), input, input.numel());
-  call.outputs = blocks_to_write(results, Counts::equal);
+  write_blocks(call, results, Counts::equal);
   inputs.push_back(input);
 }
 
@@ -189,10 +211,11 @@ void Request::reduce_scatter(const at::Tensor& output, const Tensors& blocks,
   check(output);
   check_list(blocks, "input_list", output);
   check_own(blocks, "input_list", output);
+  stage_unless_equal(blocks);
   Tensors products;
   for (const at::Tensor& block : blocks) products.push_back(scaled(block, op));
   Call& call = add(Collective::reduce_scatter, output, to_write(output), output.numel(), op);
-  call.inputs = blocks_to_read(products, Counts::equal);
+  read_blocks(call, products, Counts::equal);
   inputs.insert(inputs.end(), blocks.begin(), blocks.end());
   outputs.push_back(output);
 }
@@ -204,7 +227,7 @@ void Request::gather(const Tensors& results, const at::Tensor& input, std::int64
   if (!results.empty()) {
     check_list(results, "gather_list", input);
     check_sizes(results, "gather_list", input.numel());
-    call.outputs = blocks_to_write(results, Counts::equal);
+    write_blocks(call, results, Counts::equal);
   }
   inputs.push_back(input);
 }
@@ -216,7 +239,7 @@ void Request::scatter(const at::Tensor& output, const Tensors& blocks, std::int6
   if (!blocks.empty()) {
     check_list(blocks, "scatter_list", output);
     check_sizes(blocks, "scatter_list", output.numel());
-    call.inputs = blocks_to_read(blocks, Counts::equal);
+    read_blocks(call, blocks, Counts::equal);
   }
   inputs.insert(inputs.end(), blocks.begin(), blocks.end());
   outputs.push_back(output);
@@ -229,30 +252,55 @@ void Request::all_to_all(const Tensors& results, const Tensors& blocks) {
   for (const at::Tensor& result : results) {
     for (const at::Tensor& block : blocks) check_disjoint(result, block);
   }
+  stage();  // other ranks' blocks may differ in size
   Call& call = add(Collective::all_to_all, blocks.front(), results.front(), 0);
-  call.inputs = blocks_to_read(blocks, Counts::each_its_own);
-  call.outputs = blocks_to_write(results, Counts::each_its_own);
+  read_blocks(call, blocks, Counts::each_its_own);
+  write_blocks(call, results, Counts::each_its_own);
   call.input = call.output = nullptr;
   inputs.insert(inputs.end(), blocks.begin(), blocks.end());
 }
 
-void Request::finish() {
+void Request::copy_results() {
   const at::NoGradGuard no_grad;
   // Detached here, because a tensor that is detached in inference mode can only be written in that
   // mode, which this thread may not be in.
-  for (const auto& [to, from] : copies_) to.detach().copy_(from);
+  for (const auto& [to, from] : copies_) to.detach().copy_(from, /*non_blocking=*/true);
+}
+
+void Request::release() {
+  inputs.clear();
   copies_.clear();
   kept_.clear();
 }
 
+void Request::record_stream(c10::Stream stream) const {
+  const auto record = [&](const at::Tensor& tensor) {
+    if (tensor.device() == device) tensor.record_stream(stream);
+  };
+  for (const Tensors* tensors : {&inputs, &outputs, &kept_}) {
+    std::for_each(tensors->begin(), tensors->end(), record);
+  }
+  for (const auto& [to, from] : copies_) record(to), record(from);
+}
+
+void Request::stage() {
+  if (place_ != Place::device) return;
+  check_can_be_staged(title);
+  place_ = Place::staged;
+}
+
+void Request::stage_unless_equal(const Tensors& list) {
+  const auto differs = [&](const at::Tensor& x) { return x.numel() != list.front().numel(); };
+  if (std::any_of(list.begin(), list.end(), differs)) stage();
+}
+
 at::Tensor Request::to_read(const at::Tensor& tensor) {
-  kept_.push_back(plain(tensor));
-  return kept_.back();
+  return kept_.emplace_back(plain(tensor, place_));
 }
 
 at::Tensor Request::to_write(const at::Tensor& tensor) {
-  const at::Tensor memory = memory_to_write(tensor);
-  if (is_plain(tensor)) {
+  const at::Tensor memory = memory_to_write(tensor, place_);
+  if (memory.is_alias_of(tensor)) {
     kept_.push_back(memory);
   } else {
     copies_.emplace_back(tensor, memory);  // which counts as a write
@@ -262,7 +310,7 @@ at::Tensor Request::to_write(const at::Tensor& tensor) {
 
 at::Tensor Request::to_update(const at::Tensor& tensor) {
   const at::Tensor dense = to_write(tensor);
-  if (!is_plain(tensor)) dense.copy_(tensor.detach());
+  if (!dense.is_alias_of(tensor)) dense.copy_(tensor.detach());
   return dense;
 }
 
@@ -274,23 +322,41 @@ at::Tensor Request::scaled(const at::Tensor& tensor, const ::c10d::ReduceOp& op)
   return kept_.back();
 }
 
-Blocks Request::blocks_to_read(const Tensors& list, Counts counts) {
+void Request::read_blocks(Call& call, const Tensors& list, Counts counts) {
+  if (place_ == Place::device) {
+    Tensors flat;
+    for (const at::Tensor& part : list) flat.push_back(plain(part, place_).view(-1));
+    call.input = kept_.emplace_back(at::cat(flat)).const_data_ptr();
+    return;
+  }
   BlockArrays& arrays = blocks_.emplace_back();
   for (const at::Tensor& part : list) {
     arrays.addresses.push_back(to_read(part).const_data_ptr());
     arrays.counts.push_back(part.numel());
   }
-  return made_of(arrays, counts);
+  call.inputs = made_of(arrays, counts);
 }
 
-Blocks Request::blocks_to_write(const Tensors& list, Counts counts) {
+void Request::write_blocks(Call& call, const Tensors& list, Counts counts) {
+  if (place_ == Place::device) {
+    const at::Tensor& first = list.front();
+    const std::int64_t size = first.numel();
+    const auto whole = at::empty(static_cast<std::int64_t>(list.size()) * size, first.options());
+    for (std::size_t i = 0; i < list.size(); ++i) {
+      const at::Tensor block = whole.narrow(0, static_cast<std::int64_t>(i) * size, size);
+      copies_.emplace_back(list[i], block.view(list[i].sizes()));
+      outputs.push_back(list[i]);
+    }
+    call.output = whole.mutable_data_ptr();
+    return;
+  }
   BlockArrays& arrays = blocks_.emplace_back();
   for (const at::Tensor& part : list) {
     arrays.addresses.push_back(to_write(part).mutable_data_ptr());
     arrays.counts.push_back(part.numel());
     outputs.push_back(part);
   }
-  return made_of(arrays, counts);
+  call.outputs = made_of(arrays, counts);
 }
 
 // All ranks pass counts, or none does: each rank knows all sizes, except in all_to_all.
@@ -314,7 +380,7 @@ Blocks Request::blocks_of(const at::Tensor& whole, const std::vector<std::int64_
   return {nullptr, arrays.counts.data()};
 }
 
-void Request::check(const at::Tensor& tensor) const { check_tensor(tensor, title); }
+void Request::check(const at::Tensor& tensor) const { check_tensor(tensor, title, device); }
 
 void Request::check_blocks(const at::Tensor& whole, const char* name, const at::Tensor& block,
                            const char* block_name) const {
@@ -363,7 +429,8 @@ Call& Request::add(Collective collective, const at::Tensor& input, const at::Ten
   call.operation = with_argument_errors([&] { return carried(operation, element_of(input)); });
   call.input = input.const_data_ptr();
   call.output = output.mutable_data_ptr();
-  call.timeout = std::chrono::duration<double>(timeout_).count();
+  // Kernels have the group's timeout.
+  if (place_ != Place::device) call.timeout = std::chrono::duration<double>(timeout_).count();
   return calls.emplace_back(call);
 }
 

@@ -1,11 +1,14 @@
 #include "c10d/work.h"
 
+#include <thread>
+
 #include "c10d/completer.h"
 
 namespace pycomm::c10d {
 namespace {
 
 constexpr Milliseconds kInterruptEvery(50);
+constexpr std::chrono::microseconds kPollEvery(100);
 
 // What a function of pycomm._C holds until the operation has ended.
 template <class T>
@@ -32,13 +35,20 @@ const char* title_of(OpType type) {
                                 : "pycomm:recvAnySource";
 }
 
+[[noreturn]] void throw_timed_out(const char* title, Milliseconds timeout) {
+  C10_THROW_ERROR(DistBackendError, std::string(title) + " is not complete after " +
+                                        std::to_string(timeout.count()) + " ms (Timed out)");
+}
+
 }  // namespace
 
 Work::Work(std::shared_ptr<Connection> connection, OpType type, const char* title,
-           const Tensors& inputs)
+           const Tensors& inputs, std::optional<StreamOrder> order)
     : ::c10d::Work(connection->rank(), type, title, inputs),
       connection_(std::move(connection)),
-      title_(title) {}
+      order_(std::move(order)),
+      title_(title),
+      future_(order_ ? std::optional(order_->stream()) : std::nullopt) {}
 
 bool Work::wait(Milliseconds timeout) {
   if (timeout != kNoTimeout) check_timeout(timeout);
@@ -51,12 +61,12 @@ bool Work::wait(Milliseconds timeout) {
       check(error);
     }
     if (timeout != kNoTimeout && std::chrono::steady_clock::now() - start > timeout) {
-      C10_THROW_ERROR(DistBackendError, std::string(title_) + " is not complete after " +
-                                            std::to_string(timeout.count()) + " ms (Timed out)");
+      throw_timed_out(title_, timeout);
     }
   }
   future_.await();
   if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+  if (order_) order_->block_current_stream();
   return true;
 }
 
@@ -70,8 +80,9 @@ void Work::complete(const Tensors& value, const std::exception_ptr& error) {
   finish(error);
 }
 
-CollectiveWork::CollectiveWork(std::shared_ptr<Connection> connection, Request request)
-    : Work(std::move(connection), request.type, request.title, request.inputs),
+CollectiveWork::CollectiveWork(std::shared_ptr<Connection> connection, Request request,
+                               std::optional<StreamOrder> order)
+    : Work(std::move(connection), request.type, request.title, request.inputs, std::move(order)),
       request_(std::move(request)) {}
 
 void CollectiveWork::run() {
@@ -97,7 +108,13 @@ void CollectiveWork::completed(void* context, Error error) {
 
 void CollectiveWork::finish_request(std::exception_ptr error) {
   try {
-    if (error == nullptr) request_.finish();
+    if (error == nullptr && order_) {
+      order_->run([&] { request_.copy_results(); });
+      request_.record_stream(order_->stream());
+    } else if (error == nullptr) {
+      request_.copy_results();
+    }
+    request_.release();
   } catch (...) {
     error = std::current_exception();
   }
@@ -105,10 +122,10 @@ void CollectiveWork::finish_request(std::exception_ptr error) {
 }
 
 MessageWork::MessageWork(std::shared_ptr<Connection> connection, OpType type,
-                         const at::Tensor& tensor)
-    : Work(std::move(connection), type, title_of(type), {tensor}),
+                         const at::Tensor& tensor, Place place, std::optional<StreamOrder> order)
+    : Work(std::move(connection), type, title_of(type), {tensor}, std::move(order)),
       tensor_(tensor),
-      dense_(type == OpType::SEND ? plain(tensor) : memory_to_write(tensor)),
+      dense_(type == OpType::SEND ? plain(tensor, place) : memory_to_write(tensor, place)),
       receives_(type != OpType::SEND) {}
 
 MessageWork::~MessageWork() {
@@ -152,7 +169,13 @@ void MessageWork::finish_message() {
   try {
     check(native().error_of(request_));
     const at::NoGradGuard no_grad;
-    if (receives_ && dense_.data_ptr() != tensor_.data_ptr()) tensor_.detach().copy_(dense_);
+    const auto copy = [&] { tensor_.detach().copy_(dense_, /*non_blocking=*/true); };
+    if (receives_ && order_) {
+      order_->run(copy);
+      tensor_.record_stream(order_->stream());
+    } else if (receives_ && !dense_.is_alias_of(tensor_)) {
+      copy();
+    }
   } catch (...) {
     error = std::current_exception();
   }
@@ -173,6 +196,62 @@ void MessageWork::await(Milliseconds patience) {
     ended = true;
   }
   if (ended) Work::await(patience);
+}
+
+KernelWork::KernelWork(std::shared_ptr<Connection> connection, Request request, StreamOrder order)
+    : ::c10d::Work(connection->rank(), request.type, request.title, request.inputs),
+      connection_(std::move(connection)),
+      side_(connection_->cuda_side(request.device)),
+      request_(std::move(request)),
+      order_(std::move(order)),
+      future_(order_.stream()) {}
+
+KernelWork::~KernelWork() {
+  try {
+    release(order_.is_callers());
+  } catch (const std::exception&) {  // the device has failed, and its memory with it
+  }
+}
+
+void KernelWork::enqueue() {
+  std::exception_ptr error;
+  const auto stream = reinterpret_cast<std::uintptr_t>(order_.stream().native_handle());
+  order_.run([&] {
+    const std::vector<Call>& calls = request_.calls;
+    const Error found = native().enqueue(side_, calls.data(), calls.size(), stream);
+    found == nullptr ? request_.copy_results() : void(error = as_exception(found));
+  });
+  finish(error);  // which ends the profiler's range
+  future_.complete(request_.outputs, error);
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
+bool KernelWork::wait(Milliseconds timeout) {
+  if (timeout != kNoTimeout) check_timeout(timeout);
+  check(native().check_kernels(side_));
+  const bool is_ordered = order_.block_current_stream();
+  if (timeout != kNoTimeout) await(timeout);
+  release(is_ordered);
+  return true;
+}
+
+void KernelWork::await(Milliseconds timeout) {
+  const auto start = std::chrono::steady_clock::now();
+  while (!isCompleted()) {
+    std::this_thread::sleep_for(kPollEvery);
+    check(native().check_waiting(connection_->group()));
+    check(native().check_kernels(side_));
+    if (std::chrono::steady_clock::now() - start > timeout)
+      throw_timed_out(request_.title, timeout);
+  }
+  check(native().check_kernels(side_));
+}
+
+void KernelWork::release(bool is_ordered) {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(released_, true)) return;
+  if (!is_ordered) request_.record_stream(order_.stream());
+  request_.release();
 }
 
 }  // namespace pycomm::c10d

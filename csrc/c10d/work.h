@@ -4,22 +4,28 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "c10d/connection.h"
 #include "c10d/future.h"
 #include "c10d/request.h"
+#include "c10d/stream_order.h"
 
 namespace pycomm::c10d {
 
+// An operation that the host runs.
 class Work : public ::c10d::Work {
  public:
+  // `order`: of tensors on a device, whose stand-ins the operation uses.
   Work(std::shared_ptr<Connection> connection, OpType type, const char* title,
-       const Tensors& inputs);
+       const Tensors& inputs, std::optional<StreamOrder> order);
 
   // Blocks until the operation is complete, and throws its error. With a timeout, throws
   // c10::DistBackendError when it is over; the operation goes on.
   bool wait(Milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override { wait(kNoTimeout); }
   void abort() override { native().abort(connection_->group()); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_.get(); }
 
@@ -29,6 +35,7 @@ class Work : public ::c10d::Work {
   void complete(const Tensors& value, const std::exception_ptr& error);
 
   const std::shared_ptr<Connection> connection_;
+  std::optional<StreamOrder> order_;
 
  private:
   const char* const title_;
@@ -38,7 +45,8 @@ class Work : public ::c10d::Work {
 // The calls of a collective.
 class CollectiveWork final : public Work {
  public:
-  CollectiveWork(std::shared_ptr<Connection> connection, Request request);
+  CollectiveWork(std::shared_ptr<Connection> connection, Request request,
+                 std::optional<StreamOrder> order);
 
   // Runs the calls on this thread. Throws their error.
   void run();
@@ -58,7 +66,8 @@ class CollectiveWork final : public Work {
 class MessageWork final : public Work {
  public:
   // `type` is SEND, RECV or RECVANYSOURCE.
-  MessageWork(std::shared_ptr<Connection> connection, OpType type, const at::Tensor& tensor);
+  MessageWork(std::shared_ptr<Connection> connection, OpType type, const at::Tensor& tensor,
+              Place place, std::optional<StreamOrder> order);
   ~MessageWork() override;
 
   // `peer` is the other rank, or kAnySource.
@@ -83,6 +92,38 @@ class MessageWork final : public Work {
   // Guarded by mutex_. The message may end before its request is known here.
   void* request_ = nullptr;
   bool ended_ = false;
+};
+
+// A collective that kernels run. It is complete when they have run, and the host waits for them only
+// if a timeout is given. They use the tensors until then, also if nobody waits for this.
+class KernelWork final : public ::c10d::Work {
+ public:
+  KernelWork(std::shared_ptr<Connection> connection, Request request, StreamOrder order);
+  ~KernelWork() override;
+
+  // Enqueues the calls. Throws the error of earlier kernels, which has ended the group.
+  void enqueue();
+
+  bool isCompleted() override { return native().has_passed(order_.done()); }
+  // Later work of the current stream waits for the operation. Throws as enqueue().
+  bool wait(Milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override { wait(kNoTimeout); }
+  void abort() override { native().abort(connection_->group()); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_.get(); }
+  Tensors result() override { return request_.outputs; }
+
+ private:
+  void await(Milliseconds timeout);
+  // Gives up the tensors. `is_ordered`: the stream of the caller waits for the operation.
+  void release(bool is_ordered);
+
+  const std::shared_ptr<Connection> connection_;
+  void* const side_;
+  Request request_;
+  StreamOrder order_;
+  bool released_ = false;  // guarded by mutex_
+  LazyFuture future_;
 };
 
 }  // namespace pycomm::c10d

@@ -59,9 +59,20 @@ struct BackendTable {
   // allocate() has stored in `owner`.
   Error (*allocate)(void* group, std::int64_t bytes, void** data, void** owner);
   void (*free_memory)(void* owner);
+
+  // These take the pointer of the capsule of a group's CUDA side.
+  // Enqueues calls on a stream, in order.
+  Error (*enqueue)(void* side, const Call* calls, std::size_t count, std::uintptr_t stream);
+  // Returns the error of kernels that have run so far; waits for nothing.
+  Error (*check_kernels)(void* side);
+  // True if all work that an event has recorded is complete. Unlike torch's query, this does not break
+  // a capture on another thread.
+  bool (*has_passed)(std::uintptr_t event);
 };
 
 inline constexpr const char* kBackendTableName = "pycomm.backend_table";
+inline constexpr const char* kGroupCapsule = "pycomm.group";
+inline constexpr const char* kCudaCapsule = "pycomm.cuda_group";
 inline constexpr std::uint64_t kBackendTableLayout = hash_of(
     {sizeof(BackendTable), sizeof(Call), sizeof(Operation), sizeof(Details), sizeof(Message),
      kCountOf<Collective>, kCountOf<DType>, kCountOf<ReduceOp>, kCountOf<Element>});

@@ -61,6 +61,16 @@ def backend_falls_back(name: str, rank: int, what: str) -> None:
     _group.warning("rank %d: %s of the process group %s goes over Gloo", rank, what, name)
 
 
+def backend_stages(name: str, rank: int, what: str) -> None:
+    """Warns that torch.distributed's group `name` takes CUDA tensors through host memory."""
+    _group.warning(
+        "rank %d: %s of CUDA tensors of the process group %s goes through host memory: slow",
+        rank,
+        what,
+        name,
+    )
+
+
 def backend_compiles(torch_version: str, path: str) -> None:
     """Warns that the first use of torch.distributed's backend takes long."""
     _pycomm.warning(

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._dynamo import eval_frame
 from torch.autograd import Variable, profiler
@@ -70,6 +71,8 @@ profiler_runs: Callable[[], bool] = functools.partial(getattr, profiler, "_is_pr
 keep_device_busy: Callable[[int], None] = torch.cuda._sleep
 # The Store through which a process group was made.
 store_of: Callable[[ProcessGroup], Store] = distributed_c10d._get_process_group_store
+# The process group with a name; raises RuntimeError if there is none.
+named_process_group: Callable[[Any], ProcessGroup] = _distributed_c10d._resolve_process_group
 # Sets the timeout of operations of a process group, by default of the default group.
 set_timeout: Callable[[timedelta], None] = distributed_c10d._set_pg_timeout
 after_autograd_keys = torch._C._after_autograd_keyset

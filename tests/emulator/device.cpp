@@ -113,6 +113,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current[to.device_index()] = to.id();
     return before;
   }
+  void* getStreamNativeHandle(const c10::Stream stream) const override { return native(stream); }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
     if (*event == nullptr) cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event), 0);

@@ -123,7 +123,11 @@ def current_stream(of: Any = None) -> Stream:
 def get_device_properties(of: Any = None) -> Any:
     number = _visible()[_device(of).index]
     return types.SimpleNamespace(
-        name="emulated", multi_processor_count=PROCESSORS, uuid=uuid.UUID(int=(number + 1) << 100)
+        name="emulated",
+        major=9,
+        minor=0,
+        multi_processor_count=PROCESSORS,
+        uuid=uuid.UUID(int=(number + 1) << 100),
     )
 
 
@@ -248,12 +252,6 @@ def announce(kind: type, name: str, uses: Callable[[Any, Given], None]) -> None:
     setattr(kind, name, announced)
 
 
-def of_operation(_: CudaSide, given: Given) -> None:
-    _operation, _count, source, result, *_others = given
-    torch.ops.emulator.kernel_uses(source, False)
-    torch.ops.emulator.kernel_uses(result, True)
-
-
 def of_bucket(_: CudaSide, given: Given) -> None:
     for tensor in given[1]:
         torch.ops.emulator.kernel_uses(tensor, True)
@@ -274,7 +272,6 @@ def of_step(executor: OnCuda | OnCudaShards, _: Given) -> None:
         device.kernel_uses_addresses([], list(words))
 
 
-announce(CudaSide, "run", of_operation)
 announce(CudaSide, "run_bucket", of_bucket)
 announce(Codecs, "encode", of_encoding)
 announce(Codecs, "decode", of_decoding)

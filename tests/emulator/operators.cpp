@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cuda/group.h"
 #include "device.h"
 
 namespace emulator {
@@ -251,6 +252,18 @@ void kernel_uses(const at::Tensor& tensor, bool writes) {
   note_access(tensor, stream, writes, "a kernel");
 }
 
+// The kernel of an operation that is about to be enqueued reads or writes what is at an address.
+void operation_uses(const void* data, std::uintptr_t stream, bool writes) {
+  const auto address = reinterpret_cast<std::int64_t>(data);
+  const int device = order.device_at(address);
+  if (device < 0) return;
+  const c10::Device of(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
+  const c10::Stream line(c10::Stream::UNSAFE, of, static_cast<c10::StreamId>(stream));
+  if (is_captured(line)) return;
+  order.begin(line_of(line));
+  order.access_at(address, line_of(line), writes, "a kernel");
+}
+
 // A tensor over memory that is there.
 at::Tensor bytes_at(std::int64_t address, std::int64_t bytes, at::Device device) {
   order.allocated(reinterpret_cast<void*>(address), static_cast<std::size_t>(bytes),
@@ -262,6 +275,22 @@ at::Tensor bytes_at(std::int64_t address, std::int64_t bytes, at::Device device)
 }
 
 }  // namespace
+
+// The linker puts the second of these in the place of pycomm::cuda::Group::run(call, stream, sharding),
+// and calls that the first.
+using pycomm::Call, pycomm::cuda::Sharding;
+namespace cuda = pycomm::cuda;
+
+extern "C" void __real__ZN6pycomm4cuda5Group3runERKNS_4CallEmRKNS0_8ShardingE(cuda::Group*,
+                                                                              const Call&,
+                                                                              std::uintptr_t,
+                                                                              const Sharding&);
+extern "C" void __wrap__ZN6pycomm4cuda5Group3runERKNS_4CallEmRKNS0_8ShardingE(
+    cuda::Group* group, const Call& call, std::uintptr_t stream, const Sharding& sharding) {
+  operation_uses(call.input, stream, false);
+  operation_uses(call.output, stream, true);
+  __real__ZN6pycomm4cuda5Group3runERKNS_4CallEmRKNS0_8ShardingE(group, call, stream, sharding);
+}
 
 TORCH_LIBRARY(emulator, m) {
   m.def("kernel_uses(Tensor tensor, bool writes) -> ()", &kernel_uses);

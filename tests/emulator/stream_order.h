@@ -84,16 +84,24 @@ class StreamOrder {
     });
     accesses.push_back({begin, end, stream, now.at(stream), writes, work});
   }
+  // The device of the allocation at an address; -1 if there is none.
+  int device_at(std::int64_t address) {
+    const std::lock_guard lock(mutex_);
+    auto found = allocations_.upper_bound(reinterpret_cast<const void*>(address));
+    if (found == allocations_.begin()) return -1;
+    --found;
+    const std::int64_t begin = address - reinterpret_cast<std::int64_t>(found->first);
+    return begin < found->second.bytes ? found->second.stream.first : -1;
+  }
   // The same for a number that may be the address of something that a kernel uses.
   void access_at(std::int64_t address, Line stream, bool writes, const std::string& work) {
+    if (device_at(address) < 0) return;
     std::unique_lock lock(mutex_);
-    auto found = allocations_.upper_bound(reinterpret_cast<const void*>(address));
-    if (found == allocations_.begin()) return;
-    const void* const memory = (--found)->first;
-    const std::int64_t begin = address - reinterpret_cast<std::int64_t>(memory);
-    const bool inside = begin < found->second.bytes;
+    const void* const memory =
+        std::prev(allocations_.upper_bound(reinterpret_cast<const void*>(address)))->first;
     lock.unlock();
-    if (inside) access(memory, begin, begin + 1, stream, writes, work);
+    const std::int64_t begin = address - reinterpret_cast<std::int64_t>(memory);
+    access(memory, begin, begin + 1, stream, writes, work);
   }
   // The memory goes to its stream's next allocation, but waits for streams that are recorded.
   void recorded(const void* memory, Line stream) {
