@@ -21,7 +21,8 @@ __version__ = "0.1.0"
 # Where names are defined; __init__.pyi tells type checkers the same.
 _HOMES = {
     "pycomm._init": ("default_group", "init", "join", "set_default_group"),
-    "pycomm._runtime.plan": ("BucketPlan", "ExchangePlan", "Plan"),
+    "pycomm._runtime.plan": ("Plan",),
+    "pycomm._training.explain": ("BucketPlan", "ExchangePlan"),
     "pycomm._training.sharding": ("Sharding",),
     "pycomm._work": ("Work",),
     "pycomm.batches": ("even_batches",),

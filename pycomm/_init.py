@@ -77,10 +77,9 @@ def init(
     with Gloo for CPU tensors and, where torch has NCCL and every rank a GPU of its own, with NCCL
     for CUDA tensors. A rank's GPU is the current device if the process has used CUDA, otherwise the
     one that ``LOCAL_RANK`` names, modulo the number of visible devices, which then becomes the
-    current one. If two ranks have the same GPU, or a rank has none, all have Gloo alone, and a
-    warning says why (``PYCOMM_LOG=info``). To choose otherwise, call ``torch.cuda.set_device`` or
-    ``torch.distributed.init_process_group`` before. Torch's own operations have torch's default
-    timeout (30 minutes), whatever `timeout` is.
+    current one. Otherwise all have Gloo alone, and a warning says why. To choose yourself, call
+    ``torch.cuda.set_device`` or ``init_process_group`` before. Torch's own operations have torch's
+    default timeout (30 minutes), whatever `timeout` is.
 
     Args:
         group: a torch.distributed process group, or a DeviceMesh of one dimension; by default the

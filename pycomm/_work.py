@@ -13,7 +13,6 @@ from pycomm._runtime import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from pycomm.group import Group
 
@@ -37,20 +36,6 @@ def keep_alive(operation: Running, tensors: tuple[object, ...]) -> None:
     for key, (old, _) in list(_held.items()):
         if old.completed():
             _held.pop(key, None)
-
-
-def inside(
-    context: Callable[[], AbstractContextManager[None]], finish: Callable[[], object] | None
-) -> Callable[[], None] | None:
-    """A function that calls `finish`, if there is one, in a context."""
-    if finish is None:
-        return None
-
-    def run() -> None:
-        with context():
-            finish()
-
-    return run
 
 
 # Running operations: launching them on tensors, and the handle of those under way.
@@ -122,10 +107,6 @@ class Work:
         """
         self._complete()
         return 0 if self._core is None else self._core.moved()
-
-    def finish_in(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """Makes :meth:`wait` copy results back in a context."""
-        self._finish = inside(context, self._finish)
 
     def __del__(self) -> None:
         # The worker still uses the tensors' memory, so it must not be freed yet.

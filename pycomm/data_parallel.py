@@ -47,7 +47,7 @@ from pycomm.errors import Mismatch, PycommError
 from pycomm.group import Group
 
 if TYPE_CHECKING:
-    from pycomm._runtime.plan import ExchangePlan
+    from pycomm._training.explain import ExchangePlan
     from pycomm._training.local_sgd import LocalSGDState
     from pycomm._training.sharding import Sharding
     from pycomm._training.survival import ShardSurvival
@@ -292,11 +292,6 @@ class DataParallel(ModuleProxy):
 
     def explain(self) -> ExchangePlan:
         """Explains where the buckets of gradients lie, and what their exchange costs.
-
-        .. code-block:: python
-
-            model(batch).backward()
-            print(model.explain())
 
         Returns:
             The buckets exchanged so far: none before the first backward, and none with `shard`,

@@ -634,19 +634,6 @@ class Group:
             log.fallback(self, f"{what} take CUDA tensors through host memory")
         return True
 
-    def _path_of(self, tensor: torch.Tensor, *, encoded: bool) -> str:
-        """How an average in place exchanges a tensor; see :class:`pycomm.ExchangePlan`."""
-        if self._spans(tensor.device):
-            return "NCCL"
-        if self._stages(tensor.device):
-            return "pinned host memory"
-        if tensor.is_cuda and self.size > 1:
-            path = self._cuda_side(tensor.device).path_of(tensor)
-        else:
-            in_window = self.size == 1 or self._core.offset_of(tensor.data_ptr()) >= 0
-            path = "in place" if in_window else "staged"
-        return "encoded" if encoded and path != "pinned host memory" else path
-
     def _cuda_side(self, device: torch.device) -> CudaSide:
         """This rank's CUDA side; the first call is collective and makes it."""
         self._core.check_usable()

@@ -23,7 +23,6 @@ from pycomm._runtime import host
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     from pycomm.group import Group
@@ -57,10 +56,6 @@ class Request:
         if self._finish is not None:
             self._finish()
             self._finish = None
-
-    def finish_in(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """Makes :meth:`wait` copy what was received in a context."""
-        self._finish = _work.inside(context, self._finish)
 
     def is_completed(self) -> bool:
         """True if :meth:`wait` would return at once."""

@@ -1,4 +1,4 @@
-"""Explains how an all-reduce, or the exchange of gradients, runs (csrc/core/cost.h)."""
+"""Explains how an all-reduce will run: algorithm, steps and bytes (csrc/core/cost.h)."""
 
 from __future__ import annotations
 
@@ -85,54 +85,3 @@ def _check_bytes(nbytes: int, dtype: torch.dtype) -> None:
         raise ValueError(
             f"nbytes must be a multiple of {dtype.itemsize}, the size of {dtype}, got {nbytes}"
         )
-
-
-# The exchange of gradients.
-
-PATHS = {
-    "in place": "other ranks read and write the bucket where it lies",
-    "encoded": "only encoded gradients pass through the window",
-    "NCCL": "kernels inside a node, NCCL between nodes",
-    "staged": "every byte is copied into the window and back, tile by tile",
-    "pinned host memory": "every byte goes to host memory and back, over the device's bus",
-}
-SLOW = ("staged", "pinned host memory")
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """How a bucket of gradients is exchanged.
-
-    Attributes:
-        nbytes: its size in bytes.
-        dtype: the dtype of the gradients.
-        device: their device.
-        path: ``"in place"``, ``"encoded"``, ``"NCCL"``, ``"staged"`` or ``"pinned host memory"``.
-        parameters: the names of the first and the last parameter, if they are known.
-    """
-
-    nbytes: int
-    dtype: torch.dtype
-    device: torch.device
-    path: str
-    parameters: str
-
-    def __str__(self) -> str:
-        mib = self.nbytes / (1 << 20)
-        return f"{mib:.3g} MiB, {self.dtype} on {self.device}, {self.path}: {self.parameters}"
-
-
-@dataclass(frozen=True)
-class ExchangePlan:
-    """How a model's gradients are exchanged; ``print`` shows a list with what each path costs.
-
-    Attributes:
-        buckets: the buckets that have been exchanged since they were made, in this order.
-    """
-
-    buckets: tuple[BucketPlan, ...]
-
-    def __str__(self) -> str:
-        paths = {bucket.path for bucket in self.buckets}
-        costs = [f"{path}: {cost}" for path, cost in PATHS.items() if path in paths]
-        return "\n".join([*map(str, self.buckets), *costs])

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from pycomm._runtime.cuda import HostMirror
-    from pycomm._runtime.plan import ExchangePlan
+    from pycomm._training.explain import ExchangePlan
 
 # The loss scale of a GradScaler.
 
@@ -406,10 +406,10 @@ class CommState(HookState):
             The buckets exchanged so far: none before the first backward, and none of gradients that
             shards average.
         """
-        from pycomm._runtime.plan import BucketPlan, ExchangePlan
+        from pycomm._training.explain import ExchangePlan, explain
 
         made = self._planner.made.values()
-        return ExchangePlan(tuple(BucketPlan(*each.place, each.names.subject) for each in made))
+        return ExchangePlan(tuple(explain(self.group, *m.place, m.names.subject) for m in made))
 
     def intervals(self) -> list[tuple[int, float, float]]:
         """Bytes, start and end (by ``perf_counter``) of the last step's exchanges on the CPU."""

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from pycomm import _C
 from pycomm._inputs import check_compressible, operation_of
-from pycomm._runtime.log import fallback, operations
+from pycomm._runtime.log import operations
 from pycomm._runtime.ranges import record_range, watched
 from pycomm._runtime.torch_private import future_is_set, init_future, queue_callback, set_future
 from pycomm._training.parameters import Entry, Parameters
@@ -72,7 +72,7 @@ class BucketExchange:
         names: the bucket in traces, records and errors.
         strides: the parameters' strides.
         state: what else the operations depend on.
-        place: the first fields of its :class:`pycomm.BucketPlan`.
+        place: the bucket, and True if it is encoded.
 
     Attributes:
         wire_bytes: the sum over all parts.
@@ -87,7 +87,7 @@ class BucketExchange:
         names: BucketNames,
         strides: Sequence[tuple[int, ...]],
         state: tuple[object, ...],
-        place: tuple[int, torch.dtype, torch.device, str],
+        place: tuple[torch.Tensor, bool],
     ) -> None:
         self._parts, self.state, self.place = parts, state, place
         self.stand_in, self.names, self.strides = stand_in, names, strides
@@ -234,14 +234,11 @@ class Planner:
         names = BucketNames(self._parameters, buffer, parameters)
         strides = [parameter.stride() for parameter in parameters]
         encoded = self._compression is not None and step >= 0
-        path = group._path_of(buffer, encoded=encoded)
         if buffer.is_cuda:
-            from pycomm._runtime.plan import PATHS, SLOW
+            from pycomm._training.explain import warn_if_slow
 
-            if path in SLOW:
-                fallback(group, "buckets are %s: %s; see model.explain()", path, PATHS[path])
-        place = (buffer.nbytes, buffer.dtype, buffer.device, path)
-        exchange = BucketExchange(parts, stand_in, names, strides, state, place)
+            warn_if_slow(group, buffer, encoded)
+        exchange = BucketExchange(parts, stand_in, names, strides, state, (buffer, encoded))
         operations.debug(
             "rank %d: bucket of %d bytes, %s: %d operations, %s, at most %d bytes in",
             group.rank,

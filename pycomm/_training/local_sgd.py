@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycomm._inputs import check_whole
 from pycomm._runtime import host
-from pycomm._runtime.plan import ExchangePlan
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.agree import (
     STEPPED_BY_SOME,
@@ -30,6 +29,7 @@ from pycomm._training.comm_state import (
     check_successor,
     saved_kind,
 )
+from pycomm._training.explain import ExchangePlan
 from pycomm._training.hook_state import HookState
 from pycomm._training.outer import InnerOptimizers, Outer, Rule
 from pycomm._training.parameters import (
