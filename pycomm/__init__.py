@@ -25,6 +25,7 @@ cmake_prefix_path = __path__[0]
 _HOMES = {
     "pycomm._init": ("default_group", "init", "join", "set_default_group"),
     "pycomm._runtime.plan": ("Plan",),
+    "pycomm._training.explain": ("BucketPlan", "ExchangePlan"),
     "pycomm._training.sharding": ("Sharding",),
     "pycomm._work": ("Work",),
     "pycomm.batches": ("even_batches",),

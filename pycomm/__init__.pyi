@@ -8,6 +8,8 @@ from pycomm._init import init as init
 from pycomm._init import join as join
 from pycomm._init import set_default_group as set_default_group
 from pycomm._runtime.plan import Plan as Plan
+from pycomm._training.explain import BucketPlan as BucketPlan
+from pycomm._training.explain import ExchangePlan as ExchangePlan
 from pycomm._training.sharding import Sharding as Sharding
 from pycomm._work import Work as Work
 from pycomm.batches import even_batches as even_batches

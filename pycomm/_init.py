@@ -71,9 +71,15 @@ def init(
     node as the smallest node has.
 
     The first group made becomes the default group of every operation. When it is closed or has
-    failed, the next group made takes its place. If torch.distributed is not set up yet, this
-    function sets it up with Gloo, from torchrun's environment; torch's own operations then have
-    torch's default timeout (30 minutes), whatever `timeout` is.
+    failed, the next group made takes its place.
+
+    If torch.distributed is not set up yet, this function sets it up from torchrun's environment:
+    with Gloo for CPU tensors and, where torch has NCCL and every rank a GPU of its own, with NCCL
+    for CUDA tensors. A rank's GPU is the current device if the process has used CUDA, otherwise the
+    one that ``LOCAL_RANK`` names, modulo the number of visible devices, which then becomes the
+    current one. Otherwise all have Gloo alone, and a warning says why. To choose yourself, call
+    ``torch.cuda.set_device`` or ``init_process_group`` before. Torch's own operations have torch's
+    default timeout (30 minutes), whatever `timeout` is.
 
     Args:
         group: a torch.distributed process group, or a DeviceMesh of one dimension; by default the
@@ -105,16 +111,22 @@ def init(
     check_process_group(group)
     if group is None:
         check_is_rank()
+    warn = None
     if not dist.is_initialized():
         if "MASTER_ADDR" not in os.environ:
             raise not_set_up(in_threads=_open_groups.any_usable())
-        rendezvous.set_up_torch_distributed(timeout)
-        take_down = rendezvous.take_down_torch_distributed
+        from pycomm._runtime import torch_distributed
+
+        warn = torch_distributed.set_up(timeout)
+        take_down = torch_distributed.take_down
         _open_groups.after_end(functools.partial(take_down, os.getpid(), dist.group.WORLD))
     process_group = process_group_of(group)
-    return _adopt(
+    made = _adopt(
         _meet(process_group, timeout, staging_bytes, max_blocks, cuda_heap_bytes, transport)
     )
+    if warn is not None:
+        warn(made)
+    return made
 
 
 def _meet(

@@ -13,7 +13,6 @@ from pycomm._runtime import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from pycomm.group import Group
 
@@ -109,18 +108,6 @@ class Work:
         self._complete()
         return 0 if self._core is None else self._core.moved()
 
-    def finish_in(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """Makes :meth:`wait` copy results back in a context."""
-        finish = self._finish
-        if finish is None:
-            return
-
-        def run() -> None:
-            with context():
-                finish()
-
-        self._finish = run
-
     def __del__(self) -> None:
         # The worker still uses the tensors' memory, so it must not be freed yet.
         if self._core is not None and not self._core.completed():
@@ -176,7 +163,8 @@ def _launch(
     """Runs or submits an operation on contiguous stand-ins for the tensors; see launch()."""
     if written:
         increment_version(result)  # autograd may have saved the old value
-    dense_source, dense_result, finish = stand_ins(group, source, result)
+    stages = group._stages(source.device)
+    dense_source, dense_result, finish = stand_ins(stages, source, result)
     if not written:
         finish = _nothing
     operation = operation_of(collective, algorithm, source.dtype, op, root)
@@ -205,20 +193,20 @@ def _nothing() -> None:
 
 
 def stand_ins(
-    group: Group, source: torch.Tensor, result: torch.Tensor
+    on_host: bool, source: torch.Tensor, result: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
-    """Contiguous tensors on the device where the group exchanges, and a copy-back function.
+    """Contiguous tensors in host memory or on the tensors' device, and a copy-back function.
 
     The function copies the result to `result` if it is not there already.
     """
-    if group._stages(source.device):
-        from pycomm._runtime.cuda import HostMirror, fetch
+    if not on_host:
+        return dense_stand_ins(source, result)
+    from pycomm._runtime.cuda import HostMirror, fetch
 
-        given = HostMirror(source)
-        fetch(given)
-        made = given if result is source else HostMirror(result)
-        return given.host, made.host, made.put_back
-    return dense_stand_ins(source, result)
+    given = HostMirror(source)
+    fetch(given)
+    made = given if result is source else HostMirror(result)
+    return given.host, made.host, made.put_back
 
 
 def dense_stand_ins(

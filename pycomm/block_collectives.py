@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,32 +123,53 @@ def launch_blocks(
     `label` and the shape of a block, unless blocks differ in size.
     """
     first = source.tensors[0]
-    if first.device.type != "cpu":
-        raise ValueError(
-            "lists of tensors and blocks of different sizes must lie on the CPU, got "
-            f"{first.device}: pass a tensor that has a block of equal size per rank"
-        )
     check_same_kind("output", result.tensors[0], "input", first)
     increment_version(result.tensors)
-    given = [tensor.detach().contiguous() for tensor in source.tensors]
-    made = [
-        tensor.detach() if tensor.is_contiguous() else host.empty(*tensor.shape, dtype=tensor.dtype)
-        for tensor in result.tensors
-    ]
+    if group._takes_to_host(first.device, "lists of tensors and blocks of different sizes"):
+        given, made, finish = _mirrors(source.tensors, result.tensors)
+    else:
+        given, made, finish = _dense(source.tensors, result.tensors)
     operation = operation_of(collective, "two_shot", first.dtype, op, root)
     (source_at, inputs), (result_at, outputs) = source.place(given), result.place(made)
     call = _C.call_in_blocks(operation, count, source_at, result_at, inputs, outputs, shape, label)
-
-    def finish() -> None:
-        for tensor, dense in zip(result.tensors, made, strict=True):
-            if not tensor.is_contiguous():
-                tensor.detach().copy_(dense)
-
     if async_op:
         return Work(group._core.submit_call(call), (call, given, made, result), finish)
     group._core.run_call(call)
     finish()
     return None
+
+
+_StandIns = tuple[list[torch.Tensor], list[torch.Tensor], Callable[[], None]]
+
+
+def _dense(sources: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> _StandIns:
+    """Contiguous stand-ins for sources and results, and a function that copies results back."""
+    given = [tensor.detach().contiguous() for tensor in sources]
+    made = [
+        tensor.detach() if tensor.is_contiguous() else host.empty(*tensor.shape, dtype=tensor.dtype)
+        for tensor in results
+    ]
+
+    def finish() -> None:
+        for tensor, dense in zip(results, made, strict=True):
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(dense)
+
+    return given, made, finish
+
+
+def _mirrors(sources: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> _StandIns:
+    """Like _dense(), in host memory for tensors on CUDA."""
+    from pycomm._runtime.cuda import HostMirror, fetch
+
+    given, made = list(map(HostMirror, sources)), list(map(HostMirror, results))
+    fetch(*given)
+
+    def finish() -> None:
+        for mirror in made:
+            mirror.put_back()
+
+    return [mirror.host for mirror in given], [mirror.host for mirror in made], finish
 
 
 # Reduce-scatter and all-gather of lists (pycomm/collectives.py).
@@ -217,7 +238,8 @@ def gather(
     Args:
         tensor: this rank's block; has the same number of elements on every rank.
         gather_list: on rank `dst` a list with a tensor per rank, or one tensor with group size
-            times as many elements as `tensor`; None on the other ranks. On CUDA one tensor.
+            times as many elements as `tensor`; None on the other ranks. On CUDA, a list is filled
+            before the call returns, also with `async_op`.
         dst: a rank of the group.
         group: as in :func:`all_reduce`.
         async_op: as in :func:`all_reduce`.
@@ -236,6 +258,13 @@ def gather(
     if mine and is_list(gather_list):
         side = listed("gather_list", gather_list, group.size, written=True)
         _check_equal("gather_list", side, block)
+        if block.is_cuda:  # the other ranks do not know of the list
+            whole = block.new_empty(group.size, *block.shape)
+            gather(block, whole, dst, group=group, tag=tag)
+            for tensor, part in zip(side.tensors, whole, strict=True):
+                tensor.detach().copy_(part.view(tensor.shape))
+            increment_version(side.tensors)
+            return Work(None) if async_op else gather_list
         work = launch_blocks(
             group, "gather", BlockList([block]), BlockList(side.tensors, True), block.shape,
             label=label_of(tag), root=dst, count=block.numel(), async_op=async_op,
@@ -268,7 +297,7 @@ def scatter(
     Args:
         tensor: receives this rank's block; has the same number of elements on every rank.
         scatter_list: on rank `src` a list with a tensor per rank, or one tensor with group size
-            times as many elements as `tensor`; None on the other ranks. On CUDA one tensor.
+            times as many elements as `tensor`; None on the other ranks.
         src: a rank of the group.
         group: as in :func:`all_reduce`.
         async_op: as in :func:`all_reduce`.
@@ -287,6 +316,10 @@ def scatter(
     if mine and is_list(scatter_list):
         side = listed("scatter_list", scatter_list, group.size, written=False)
         _check_equal("scatter_list", side, block)
+        if block.is_cuda:  # the other ranks do not know of the list
+            whole = torch.cat([given.detach().reshape(-1) for given in side.tensors])
+            work = scatter(block, whole, src, group=group, async_op=async_op, tag=tag)
+            return work if async_op else tensor
         work = launch_blocks(
             group, "scatter", BlockList(side.tensors, True), BlockList([block]), block.shape,
             label=label_of(tag), root=src, count=block.numel(), async_op=async_op,
@@ -322,7 +355,8 @@ def all_to_all(
     they send and expect. A difference raises :class:`pycomm.Mismatch`.
 
     Args:
-        output: a tensor, or a list with a tensor per rank; does not overlap `input`.
+        output: a tensor, or a list with a tensor per rank; does not overlap `input`. On CUDA, lists
+            and split sizes go through host memory.
         input: a tensor, or a list with a tensor per rank.
         output_split_sizes: how many of `output`'s first dimension come from each rank; by default
             equally many.

@@ -155,8 +155,9 @@ def reduce_scatter(
 
     Args:
         output: receives this rank's block; does not overlap `input`.
-        input: a tensor with group size times as many elements as `output`, or, on the CPU, a list
-            with a tensor per rank, which may differ in size; block r goes to rank r.
+        input: a tensor with group size times as many elements as `output`, or a list with a tensor
+            per rank, which may differ in size; block r goes to rank r. On CUDA, lists go through
+            host memory.
         op: as in :func:`all_reduce`; adds in rank order and rounds once.
         group: as in :func:`all_reduce`.
         async_op: as in :func:`all_reduce`.
@@ -192,8 +193,9 @@ def all_gather(
     """Collects all ranks' `input`, in rank order, in `output` on every rank.
 
     Args:
-        output: a tensor with group size times as many elements as `input`, or, on the CPU, a list
-            with a tensor per rank, which may differ in size; does not overlap `input`.
+        output: a tensor with group size times as many elements as `input`, or a list with a tensor
+            per rank, which may differ in size; does not overlap `input`. On CUDA, lists go through
+            host memory.
         input: this rank's block.
         group: as in :func:`all_reduce`.
         async_op: as in :func:`all_reduce`.

@@ -28,7 +28,7 @@ from pycomm._inputs import (
 from pycomm._runtime.log import DEBUG, all_reduce_called, label_of
 from pycomm._runtime.ranges import record_range
 from pycomm._short_way import short_way_first
-from pycomm._work import Work, dense_stand_ins, stand_ins
+from pycomm._work import Work, stand_ins
 from pycomm.compression import SMALLEST_BLOCK, Cast, Compression, Identity, Int8, TopK
 from pycomm.errors import NonFinite
 
@@ -241,10 +241,10 @@ def compressed_all_reduce(
         from pycomm._nccl.collectives import check_two_shot
 
         check_two_shot(algorithm)
-    made = dense_stand_ins(source, result) if spans else stand_ins(group, source, result)
-    dense, dense_result, put_result = made
+    on_host = group._exchanges_on_host(source.device)
+    dense, dense_result, put_result = stand_ins(on_host, source, result)
     state = [t for t in (kept, speed) if t is not None]
-    state, put_state = (state, _nothing) if spans else _state_stand_ins(group, state)
+    state, put_state = _state_stand_ins(state) if on_host else (state, _nothing)
     label = label_of(tag)
 
     def finish() -> None:
@@ -319,9 +319,9 @@ def compressed_reduce_scatter(
 
     Args:
         output: receives this rank's block; does not overlap `input`.
-        input: float32, float16 or bfloat16, on the CPU, or on a CUDA device if the group spans
-            nodes; group size times as many elements as `output`. Or an array of NumPy or another
-            library with DLPack.
+        input: float32, float16 or bfloat16; group size times as many elements as `output`. On a
+            CUDA device it goes through host memory, unless NCCL connects the group's nodes. Or an
+            array of NumPy or another library with DLPack.
         compression: ``pycomm.Int8()``, ``pycomm.Cast()`` or ``pycomm.Identity()``, equal on all
             ranks. Not top-k, whose owners do not hold a block each.
         residual: float32, contiguous, of the input's shape; zeros before the first call. Pass one
@@ -355,15 +355,11 @@ def compressed_reduce_scatter(
     check_disjoint("output", result, "input", source)
     kept = _check_state("residual", residual, "input", {"input": source, "output": result})
     spans = group._spans(source.device)
-    if source.is_cuda and not (spans or group._stages(source.device)):
-        raise ValueError(
-            f"input must lie on the CPU, unless the group spans nodes, got {source.device}"
-        )
+    on_host = not spans and group._takes_to_host(source.device, "compressed reduce-scatters")
     state = [] if kept is None else [kept]
     increment_version([result, *state])
-    made = dense_stand_ins(source, result) if spans else stand_ins(group, source, result)
-    dense, dense_result, put_result = made
-    state, put_state = (state, _nothing) if spans else _state_stand_ins(group, state)
+    dense, dense_result, put_result = stand_ins(on_host, source, result)
+    state, put_state = _state_stand_ins(state) if on_host else (state, _nothing)
     label = label_of(tag)
 
     def finish() -> None:
@@ -409,11 +405,9 @@ def _nothing() -> None:
 
 
 def _state_stand_ins(
-    group: Group, state: list[torch.Tensor]
+    state: list[torch.Tensor],
 ) -> tuple[list[torch.Tensor], Callable[[], None]]:
-    """Like stand_ins(), for tensors that are both read and written."""
-    if not (state and group._stages(state[0].device)):
-        return state, _nothing
+    """Like stand_ins() in host memory, for tensors that are both read and written."""
     from pycomm._runtime.cuda import HostMirror, fetch
 
     staged = [HostMirror(tensor) for tensor in state]

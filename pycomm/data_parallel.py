@@ -47,6 +47,7 @@ from pycomm.errors import Mismatch, PycommError
 from pycomm.group import Group
 
 if TYPE_CHECKING:
+    from pycomm._training.explain import ExchangePlan
     from pycomm._training.local_sgd import LocalSGDState
     from pycomm._training.sharding import Sharding
     from pycomm._training.survival import ShardSurvival
@@ -288,6 +289,15 @@ class DataParallel(ModuleProxy):
             increment_version(self._exchange.parameters)  # so that optimizers notice the write
         finally:
             self._joined_steps = self._exchange.weighing = None
+
+    def explain(self) -> ExchangePlan:
+        """Explains where the buckets of gradients lie, and what their exchange costs.
+
+        Returns:
+            The buckets exchanged so far: none before the first backward, and none with `shard`,
+            whose buckets always lie in the window.
+        """
+        return self.comm_state.explain()
 
     def should_commit(self, ready: bool = True) -> bool:
         """Decides whether all ranks take the step; see :meth:`pycomm.Group.should_commit`.

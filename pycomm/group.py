@@ -626,6 +626,14 @@ class Group:
             log.fallback(self, "CUDA tensors go through host memory: the group spans nodes")
         return stages
 
+    def _takes_to_host(self, device: torch.device, what: str) -> bool:
+        """True for tensors on CUDA in operations that no kernel runs; logs that, once."""
+        if device.type != "cuda":
+            return False
+        if not self._stages(device):
+            log.fallback(self, f"{what} take CUDA tensors through host memory")
+        return True
+
     def _cuda_side(self, device: torch.device) -> CudaSide:
         """This rank's CUDA side; the first call is collective and makes it."""
         self._core.check_usable()

@@ -1,7 +1,7 @@
 """torch.ops.pycomm: the operations for torch.compile, opcheck, export and autograd.
 
-The kernels are in csrc/bind/ops.cpp, the fake kernels and gradient formulas here. Each operation
-takes the name of a group (``group.name``). These return a new contiguous tensor and have gradients
+They take CPU and CUDA tensors; on CUDA they are enqueued on the current stream. Each takes the name
+of a group (``group.name``). These return a new contiguous tensor and have gradients
 (docs/gradients.md):
 
 - ``all_reduce(tensor, op, algorithm, group) -> Tensor``
@@ -11,20 +11,38 @@ takes the name of a group (``group.name``). These return a new contiguous tensor
 - ``all_to_all(input, group) -> Tensor``: block r of the first dimension goes to rank r
 - ``broadcast(tensor, src, group) -> Tensor``
 
-These write into a tensor and raise ValueError if a tensor requires grad, unless grad mode is off:
+These write into contiguous tensors:
 
 - ``all_reduce_(tensor, op, algorithm, group)``
 - ``reduce_scatter_(output, input, op, group)``
 - ``all_gather_(output, input, group)``
 - ``broadcast_(tensor, src, group)``
 
-``group_size`` is ``group.size``. Gradients exist for the reductions ``"sum"`` and ``"avg"``; the
-others raise ValueError if the tensor requires grad.
+These compress, and take a compression as text (:func:`pycomm.parse_compression`). `residual` and
+`velocity` may be None; the operations that return a tensor have neither:
+
+- ``compressed_all_reduce(tensor, compression, op, algorithm, step, offset, strict, group) ->
+  Tensor``
+- ``compressed_all_reduce_(tensor, compression, residual, velocity, op, algorithm, step, offset,
+  strict, group)``
+- ``compressed_reduce_scatter(input, compression, op, step, offset, strict, group_size, group) ->
+  Tensor``: rank r's part of the first dimension
+- ``compressed_reduce_scatter_(output, input, compression, residual, op, step, offset, strict,
+  group)``
+- ``encode(x, compression, step, offset) -> Tensor``
+- ``decode(wire, compression, n, dtype) -> Tensor``
+
+``group_size`` is ``group.size``. Gradients exist for the reductions ``"sum"`` and ``"avg"``. Other
+reductions, and operations without a gradient, raise ValueError if a tensor requires grad, unless
+grad mode is off.
+
+The kernels are in csrc/bind/ops.cpp and pycomm/_kernels.py, the fake kernels and gradient formulas
+here.
 """
 
 from __future__ import annotations
 
-import functools
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,16 +50,22 @@ from torch.autograd.graph import increment_version
 
 from pycomm import _C  # noqa: F401 - registers the operations
 from pycomm._inputs import check_no_gradient, has_tangent, needs_gradient
-from pycomm._runtime.lifetime import open_groups
 from pycomm._runtime.torch_private import after_autograd_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pycomm.compression import Compression
-
 _library = torch.library.Library("pycomm", "IMPL")
 _ops = torch.ops.pycomm
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """A kernel of pycomm/_kernels.py, which its first call imports."""
+
+    def kernel(*arguments: Any) -> Any:
+        return getattr(import_module("pycomm._kernels"), name)(*arguments)
+
+    return kernel
 
 
 def _nothing(*args: object) -> None:
@@ -52,9 +76,14 @@ def _same_shape(tensor: torch.Tensor, *args: object) -> torch.Tensor:  # noqa: A
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
+def _part(whole: torch.Tensor, size: int) -> torch.Tensor:
+    """A rank's part of the first dimension."""
+    return whole.new_empty(whole.shape[0] // size, *whole.shape[1:])
+
+
 @torch.library.register_fake("pycomm::reduce_scatter")
 def _(input: torch.Tensor, op: str, group_size: int, group: str) -> torch.Tensor:  # noqa: A002, ARG001
-    return input.new_empty(input.shape[0] // group_size, *input.shape[1:])
+    return _part(input, group_size)
 
 
 @torch.library.register_fake("pycomm::all_gather")
@@ -137,99 +166,58 @@ _TRANSPOSES: dict[str, Callable[..., torch.Tensor]] = {
     "all_to_all": _ops.all_to_all,
     "broadcast": _ops.reduce,
 }
+_IN_PLACE = ("all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_")
 for _name, _transpose in _TRANSPOSES.items():
     _differentiate(_name, _transpose)
 for _name in ("all_reduce", "reduce", "all_to_all", "broadcast"):
     torch.library.register_fake(f"pycomm::{_name}")(_same_shape)
-for _name in ("all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_"):
+for _name in _IN_PLACE:
     torch.library.register_fake(f"pycomm::{_name}")(_nothing)
     refuse_gradients(_library, _name)
 
-# torch.ops.pycomm: the compressed operations, with fake kernels.
-#
-# A compression is passed as text (:func:`pycomm.parse_compression`), a group as its ``group.name``:
-#
-# - ``compressed_all_reduce_(tensor, compression, residual, velocity, op, algorithm, step, offset,
-#   strict, group)``, in place; residual and velocity may be None
-# - ``encode(x, compression, step, offset) -> Tensor``
-# - ``decode(wire, compression, n, dtype) -> Tensor``
+for _name in (*_TRANSPOSES, *_IN_PLACE):
+    _library.impl(_name, _kernel(_name), "CUDA")
 
-_compressed_library = torch.library.Library("pycomm", "FRAGMENT")
-_compressed_library.define(
-    "compressed_all_reduce_(Tensor(a!) tensor, str compression, Tensor(b!)? residual, "
-    "Tensor(c!)? velocity, str op, str algorithm, int step, int offset, bool strict, str group) "
-    "-> ()"
-)
-_compressed_library.define("encode(Tensor x, str compression, int step, int offset) -> Tensor")
-_compressed_library.define(
-    "decode(Tensor wire, str compression, SymInt n, ScalarType dtype) -> Tensor"
-)
+# The compressed operations, whose kernels take tensors of both devices.
 
-
-def _compressed_all_reduce(
-    tensor: torch.Tensor,
-    compression: str,
-    residual: torch.Tensor | None,
-    velocity: torch.Tensor | None,
-    op: str,
-    algorithm: str,
-    step: int,
-    offset: int,
-    strict: bool,
-    group: str,
-) -> None:
-    from pycomm.compressed import compressed_all_reduce
-
-    compressed_all_reduce(
-        tensor,
-        _parse(compression),
-        residual=residual,
-        velocity=velocity,
-        op=op,
-        algorithm=algorithm,
-        step=step,
-        offset=offset,
-        strict=strict,
-        group=open_groups.find(group),
-    )
-
-
-@functools.lru_cache
-def _parse(compression: str) -> Compression:
-    from pycomm.compression import parse_compression
-
-    return parse_compression(compression)
-
-
-def _encode(x: torch.Tensor, compression: str, step: int, offset: int) -> torch.Tensor:
-    return _parse(compression).encode(x, step=step, offset=offset)
-
-
-def _decode(wire: torch.Tensor, compression: str, n: int, dtype: torch.dtype) -> torch.Tensor:
-    return _parse(compression).decode(wire, n, dtype=dtype)
-
-
-for _name, _kernel in (
-    ("compressed_all_reduce_", _compressed_all_reduce),
-    ("encode", _encode),
-    ("decode", _decode),
-):
+_STEP = "SymInt step, SymInt offset, bool strict"
+_COMPRESSED = {
+    "compressed_all_reduce_": "(Tensor(a!) tensor, str compression, Tensor(b!)? residual, "
+    f"Tensor(c!)? velocity, str op, str algorithm, {_STEP}, str group) -> ()",
+    "compressed_all_reduce": "(Tensor tensor, str compression, str op, str algorithm, "
+    f"{_STEP}, str group) -> Tensor",
+    "compressed_reduce_scatter_": "(Tensor(a!) output, Tensor input, str compression, "
+    f"Tensor(b!)? residual, str op, {_STEP}, str group) -> ()",
+    "compressed_reduce_scatter": "(Tensor input, str compression, str op, "
+    f"{_STEP}, int group_size, str group) -> Tensor",
+    "encode": "(Tensor x, str compression, int step, int offset) -> Tensor",
+    "decode": "(Tensor wire, str compression, SymInt n, ScalarType dtype) -> Tensor",
+}
+_fragment = torch.library.Library("pycomm", "FRAGMENT")
+for _name, _schema in _COMPRESSED.items():
+    _fragment.define(_name + _schema)
     for _device in ("CPU", "CUDA"):
-        _compressed_library.impl(_name, _kernel, _device)
-    refuse_gradients(_compressed_library, _name)
+        _fragment.impl(_name, _kernel(_name), _device)
+    refuse_gradients(_fragment, _name)
+for _name in ("compressed_all_reduce_", "compressed_reduce_scatter_"):
+    torch.library.register_fake(f"pycomm::{_name}", _nothing, lib=_fragment)
+torch.library.register_fake("pycomm::compressed_all_reduce", _same_shape, lib=_fragment)
 
 
-@torch.library.register_fake("pycomm::compressed_all_reduce_", lib=_compressed_library)
-def _(*args: object) -> None:
-    """Does nothing: the operation changes values only."""
+@torch.library.register_fake("pycomm::compressed_reduce_scatter", lib=_fragment)
+def _(input: torch.Tensor, *rest: Any) -> torch.Tensor:  # noqa: A002
+    *_, group_size, _group = rest
+    return _part(input, group_size)
 
 
-@torch.library.register_fake("pycomm::encode", lib=_compressed_library)
+@torch.library.register_fake("pycomm::encode", lib=_fragment)
 def _(x: torch.Tensor, compression: str, step: int, offset: int) -> torch.Tensor:  # noqa: ARG001
-    nbytes = _parse(compression).encoded_bytes(x.numel(), x.dtype, step=step)
+    from pycomm._kernels import parsed
+
+    nbytes = parsed(compression).encoded_bytes(x.numel(), x.dtype, step=step)
     return x.new_empty(nbytes, dtype=torch.uint8)
 
 
-@torch.library.register_fake("pycomm::decode", lib=_compressed_library)
+@torch.library.register_fake("pycomm::decode", lib=_fragment)
 def _(wire: torch.Tensor, compression: str, n: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001
     return wire.new_empty(n, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,18 @@ from torch.autograd.graph import increment_version
 
 from pycomm import _C, _work
 from pycomm._init import resolve_group
-from pycomm._inputs import as_tensor, check_memory, check_no_gradient, check_no_overlap, seconds
+from pycomm._inputs import (
+    as_tensor,
+    check_memory,
+    check_no_gradient,
+    check_no_overlap,
+    on_stream_of_arrays,
+    seconds,
+)
 from pycomm._runtime import host
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
 
     from pycomm.group import Group
@@ -31,11 +40,11 @@ class Request:
     """A running send or receive. It keeps its tensor alive."""
 
     def __init__(
-        self, core: _C.Request, dense: torch.Tensor, result: torch.Tensor | None = None
+        self, core: _C.Request, dense: torch.Tensor, finish: Callable[[], object] | None = None
     ) -> None:
         self._core = core
         self._dense = dense
-        self._result = result  # of a receive whose tensor is not contiguous
+        self._finish = finish  # copies what was received to its tensor
 
     def wait(self) -> None:
         """Blocks until the operation is complete, and raises its error if it failed.
@@ -44,9 +53,9 @@ class Request:
         called :func:`recv` yet.
         """
         self._core.wait()
-        if self._result is not None:
-            self._result.copy_(self._dense)
-            self._result = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
 
     def is_completed(self) -> bool:
         """True if :meth:`wait` would return at once."""
@@ -64,6 +73,7 @@ class Request:
             _work.keep_alive(self._core, (self._dense,))
 
 
+@on_stream_of_arrays
 def send(
     tensor: Any,
     dst: int,
@@ -81,9 +91,10 @@ def send(
     arrive in order.
 
     Args:
-        tensor: a CPU tensor of any dtype, shape and strides, or an array of NumPy or another
-            library with DLPack. If it comes from ``group.empty()``, a receiver on the same node
-            reads it directly.
+        tensor: of any dtype, shape and strides, or an array of NumPy or another library with
+            DLPack. If it comes from ``group.empty()`` on the CPU, a receiver on the same node reads
+            it directly. On a CUDA device it goes through host memory: the call waits until the
+            current stream has copied it there.
         dst: a rank of the group, on any node; it may be this rank.
         tag: a number of 32 bits that tells messages apart.
         group: as in :func:`pycomm.all_reduce`.
@@ -96,10 +107,11 @@ def send(
         pycomm.GroupUnusable: the group is closed, has failed, or was inherited by a fork.
     """
     group = resolve_group(group)
-    dense = _to_send(tensor)
+    dense = _to_send(tensor, group)
     group._core.send(*_arguments(dense, dst, tag, timeout))
 
 
+@on_stream_of_arrays
 def recv(
     tensor: Any,
     src: int | None = None,
@@ -111,7 +123,9 @@ def recv(
     """Receives a tensor that another rank sends with :func:`send`.
 
     Args:
-        tensor: overwritten; has as many elements as the sent tensor, of the same dtype.
+        tensor: overwritten; has as many elements as the sent tensor, of the same dtype. On a CUDA
+            device the message is copied to it on the stream that is current at the end of the call,
+            or in :meth:`Request.wait`.
         src: the sender's rank, or None for the first message with this tag from any rank of any
             node.
         tag: as in :func:`send`.
@@ -123,13 +137,14 @@ def recv(
         message has another size or dtype.
     """
     group = resolve_group(group)
-    result, dense = _to_receive(tensor)
+    dense, finish = _to_receive(tensor, group)
     source = group._core.recv(*_arguments(dense, src, tag, timeout))
-    if dense is not result:
-        result.copy_(dense)
+    if finish is not None:
+        finish()
     return source
 
 
+@on_stream_of_arrays
 def isend(
     tensor: Any,
     dst: int,
@@ -149,10 +164,11 @@ def isend(
             thread waits for the request.
     """
     group = resolve_group(group)
-    dense = _to_send(tensor)
+    dense = _to_send(tensor, group)
     return Request(group._core.isend(*_arguments(dense, dst, tag, timeout)), dense)
 
 
+@on_stream_of_arrays
 def irecv(
     tensor: Any,
     src: int | None = None,
@@ -171,34 +187,44 @@ def irecv(
         timeout: as in :func:`isend`.
     """
     group = resolve_group(group)
-    result, dense = _to_receive(tensor)
-    core = group._core.irecv(*_arguments(dense, src, tag, timeout))
-    return Request(core, dense, None if dense is result else result)
+    dense, finish = _to_receive(tensor, group)
+    return Request(group._core.irecv(*_arguments(dense, src, tag, timeout)), dense, finish)
 
 
-def _on_cpu(tensor: Any, *, written: bool) -> torch.Tensor:
+def _checked(tensor: Any, *, written: bool) -> torch.Tensor:
     data = as_tensor("tensor", tensor, written=written)
     check_memory("tensor", data)
     check_no_gradient("tensor", data)
-    if data.device.type != "cpu":
-        raise ValueError(f"tensor must lie on the CPU, got {data.device}")
     return data
 
 
-def _to_send(tensor: Any) -> torch.Tensor:
-    """A contiguous tensor with the content of `tensor`."""
-    return _on_cpu(tensor, written=False).detach().contiguous()
+def _to_send(tensor: Any, group: Group) -> torch.Tensor:
+    """A contiguous tensor on the CPU with the content of `tensor`."""
+    data = _checked(tensor, written=False)
+    if not group._takes_to_host(data.device, "messages"):
+        return data.detach().contiguous()
+    from pycomm._runtime.cuda import HostMirror, fetch
+
+    mirror = HostMirror(data)
+    fetch(mirror)
+    return mirror.host
 
 
-def _to_receive(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor, and a contiguous one for its new content, which may be the same."""
-    result = _on_cpu(tensor, written=True)
+def _to_receive(tensor: Any, group: Group) -> tuple[torch.Tensor, Callable[[], object] | None]:
+    """A contiguous tensor on the CPU for the new content, and a function that copies it back."""
+    result = _checked(tensor, written=True)
     check_no_overlap("tensor", result)
     increment_version(result)  # autograd may have saved the old value
     result = result.detach()
+    if group._takes_to_host(result.device, "messages"):
+        from pycomm._runtime.cuda import HostMirror
+
+        mirror = HostMirror(result)
+        return mirror.host, mirror.put_back
     if result.is_contiguous():
-        return result, result
-    return result, host.empty(*result.shape, dtype=result.dtype)
+        return result, None
+    dense = host.empty(*result.shape, dtype=result.dtype)
+    return dense, functools.partial(result.copy_, dense)
 
 
 def _arguments(

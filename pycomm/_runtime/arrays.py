@@ -9,6 +9,7 @@ on the same stream. Libraries that do not tell their stream are as other users o
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 import sys
 import threading
@@ -118,21 +119,29 @@ def check_not_captured() -> None:
 def run_on_their_stream(
     values: Iterable[Any], tensors: Sequence[torch.Tensor], function: Callable[[], Any]
 ) -> Any:
-    """Runs a function on the stream of the CUDA arrays among values, and its Work's end, too.
+    """Runs a function on the stream of the CUDA arrays among values, and its end, too.
 
     Args:
         values: arrays and other values.
         tensors: torch's tensors that are used together with the arrays.
-        function: the function, which may return a Work.
+        function: the function, which may return a Work or a Request. Its ``wait`` calls what is
+            then in ``_finish``, if anything, to copy results to arrays.
     """
     arrays = [value for value in values if _is_on_cuda(value)]
     if not arrays:
         return function()
     with _on_stream_of(arrays, tensors):
         made = function()
-    if hasattr(made, "finish_in"):  # a Work
-        made.finish_in(lambda: _on_stream_of(arrays, tensors))
+    if (finish := getattr(made, "_finish", None)) is not None:
+        made._finish = functools.partial(_finish_on_stream, finish, arrays, tensors)
     return made
+
+
+def _finish_on_stream(
+    finish: Callable[[], object], arrays: Sequence[Any], tensors: Sequence[torch.Tensor]
+) -> None:
+    with _on_stream_of(arrays, tensors):
+        finish()
 
 
 @contextlib.contextmanager

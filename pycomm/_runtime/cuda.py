@@ -12,7 +12,12 @@ from pycomm._inputs import CODECS, operation_of
 from pycomm._runtime import host
 from pycomm._runtime.arrays import check_not_captured
 from pycomm._runtime.log import cuda_made, fallback
-from pycomm._runtime.torch_private import environment, symmetric_handle, symmetric_tensor
+from pycomm._runtime.torch_private import (
+    backward_id,
+    environment,
+    symmetric_handle,
+    symmetric_tensor,
+)
 from pycomm._runtime.turns import locked
 
 if TYPE_CHECKING:
@@ -68,6 +73,7 @@ class CudaSide:
         label: str = "",
     ) -> None:
         """Enqueues an operation on the current stream; ranks compare shape and label."""
+        self._check_thread()
         stream = torch.cuda.current_stream(self.device)
         for tensor in {id(source): source, id(result): result}.values():
             tensor.record_stream(stream)
@@ -88,6 +94,7 @@ class CudaSide:
         flag: NonfiniteFlag | None = None,
     ) -> None:
         """Enqueues all-reduces, which use `tensors`; compressed ones share kernel launches."""
+        self._check_thread()
         stream = torch.cuda.current_stream(self.device)
         nbytes = _C.cuda_bucket_workspace_bytes(calls, self._size)
         workspace = _workspace(nbytes, self.device)
@@ -97,6 +104,26 @@ class CudaSide:
         self._core.run_bucket(calls, word, workspace.data_ptr(), stream.cuda_stream)
         if flag is not None:
             flag.event.record(stream)
+
+    def _check_thread(self) -> None:
+        """Raises ValueError in a backward if ranks launch their kernels together.
+
+        Then each waits for the others' launches, but autograd has one thread per device.
+        """
+        if self.shares_device and backward_id() >= 0:
+            raise ValueError(
+                "ranks that are threads must have a GPU each to exchange in backward, got "
+                f"{self.device} for all: autograd has one thread per device"
+            )
+
+    def path_of(self, tensor: torch.Tensor) -> str:
+        """How other ranks get at an uncompressed tensor; see :class:`pycomm.ExchangePlan`."""
+        if self.transport == "pinned host memory":
+            return self.transport
+        heap = self._heap
+        begin = 0 if heap is None else tensor.data_ptr() - heap.data_ptr()
+        in_heap = heap is not None and 0 <= begin < heap.numel()
+        return "in place" if in_heap or self.transport == "threads" else "staged"
 
     def check(self) -> None:
         """Raises the error of kernels that have run so far, if there is one."""
@@ -198,7 +225,8 @@ def _workspace(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-# Host memory for CUDA tensors in groups that span nodes, where the CPU exchanges data.
+# Host memory for CUDA tensors of operations that the CPU runs: in groups that span nodes, and where
+# there is no kernel.
 #
 # A call waits until the current stream has copied its tensors into pinned memory, so that
 # operations reach the group in the order of the calls, which is the same on every rank. The wait

@@ -20,20 +20,15 @@ import socket
 import struct
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from pycomm import _C
 from pycomm._runtime.failure_detector import Peers, error_of, tell, word_of_interrupt
 from pycomm._runtime.lifetime import Nodes
 from pycomm._runtime.threads import Deadline
-from pycomm._runtime.torch_private import set_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -169,32 +164,6 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MACHINE_ID = Path("/etc/machine-id")
 _FAILED = "failed"  # instead of an introduction
 _NAMESPACES = ("net", "pid", "ipc")
-
-
-def set_up_torch_distributed(timeout: float) -> None:
-    """Sets up torch.distributed from torchrun's environment, also in restarted processes.
-
-    Args:
-        timeout: seconds for the setup. Afterwards torch's operations have torch's own timeout.
-    """
-    deadline, patience = Deadline(timeout), timedelta(seconds=timeout)
-    with deadline.guarding("every process joining torch.distributed"):
-        store, rank, size = next(rendezvous("env://", timeout=patience))
-        store.set_timeout(patience)
-    _, store = store_all_gather(PrefixStore("pycomm", store), rank, size, "", deadline)
-    with deadline.guarding("every process joining torch.distributed"):
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
-    set_timeout(default_pg_timeout)
-    store.set_timeout(default_pg_timeout)
-
-
-def take_down_torch_distributed(process: int, group: object) -> None:
-    """Undoes :func:`set_up_torch_distributed`, in the process that has called it.
-
-    Otherwise Gloo's threads would make a process fail that has finished its work.
-    """
-    if os.getpid() == process and dist.is_initialized() and dist.group.WORLD is group:
-        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from pycomm._runtime.cuda import HostMirror
+    from pycomm._training.explain import ExchangePlan
 
 # The loss scale of a GradScaler.
 
@@ -398,6 +399,18 @@ class CommState(HookState):
             "residuals_lost": float(self._residuals_lost),
         }
 
+    def explain(self) -> ExchangePlan:
+        """Explains where the buckets of gradients lie, and what their exchange costs.
+
+        Returns:
+            The buckets exchanged so far: none before the first backward, and none of gradients that
+            shards average.
+        """
+        from pycomm._training.explain import ExchangePlan, explain
+
+        made = self._planner.made.values()
+        return ExchangePlan(tuple(explain(self.group, *m.place, m.names.subject) for m in made))
+
     def intervals(self) -> list[tuple[int, float, float]]:
         """Bytes, start and end (by ``perf_counter``) of the last step's exchanges on the CPU."""
         return [(f.buffer.nbytes, *f.interval()) for f in self._now.flights]
@@ -536,12 +549,6 @@ class CommState(HookState):
             core = exchange.on_host.submit(group._core, step)
             return PendingExchange(exchange, buffer, core, finish)
         device = buffer.device
-        spans = group._spans(device)
-        if not spans and group._cuda_side(device).shares_device and backward_id() >= 0:
-            raise ValueError(
-                "ranks that are threads must have a GPU each to exchange in backward, got "
-                f"{device} for all: autograd has one thread per device"
-            )
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))

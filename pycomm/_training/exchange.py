@@ -72,11 +72,12 @@ class BucketExchange:
         names: the bucket in traces, records and errors.
         strides: the parameters' strides.
         state: what else the operations depend on.
+        place: the bucket, and True if it is encoded.
 
     Attributes:
         wire_bytes: the sum over all parts.
         tensors: all tensors that must stay alive until the operations have run.
-        stand_in, names, strides, state: as given.
+        stand_in, names, strides, state, place: as given.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class BucketExchange:
         names: BucketNames,
         strides: Sequence[tuple[int, ...]],
         state: tuple[object, ...],
+        place: tuple[torch.Tensor, bool],
     ) -> None:
-        self._parts, self.state = parts, state
+        self._parts, self.state, self.place = parts, state, place
         self.stand_in, self.names, self.strides = stand_in, names, strides
         self.wire_bytes = sum(part.wire_bytes for part in parts)
         self.tensors = tuple(tensor for part in parts for tensor in part.tensors)
@@ -231,7 +233,12 @@ class Planner:
         parts = self._parts(flat, entries, begins, step, scale, group)
         names = BucketNames(self._parameters, buffer, parameters)
         strides = [parameter.stride() for parameter in parameters]
-        exchange = BucketExchange(parts, stand_in, names, strides, state)
+        encoded = self._compression is not None and step >= 0
+        if buffer.is_cuda:
+            from pycomm._training.explain import warn_if_slow
+
+            warn_if_slow(group, buffer, encoded)
+        exchange = BucketExchange(parts, stand_in, names, strides, state, (buffer, encoded))
         operations.debug(
             "rank %d: bucket of %d bytes, %s: %d operations, %s, at most %d bytes in",
             group.rank,
@@ -527,7 +534,7 @@ class BucketNames:
     def __init__(
         self, model: Parameters, bucket: torch.Tensor, parameters: Sequence[torch.Tensor]
     ) -> None:
-        self._subject = model.subject(parameters)
+        self.subject = model.subject(parameters)
         self._details = functools.partial(model.describe, bucket, parameters)
 
     def launch(self, group: Group, number: int, start: Callable[[], T]) -> T:
@@ -536,7 +543,7 @@ class BucketNames:
         Traces show the call as a range, and records and errors name the parameters.
         """
         core = group._core
-        core.subject = self._subject
+        core.subject = self.subject
         try:
             if not watched():
                 return start()

@@ -29,6 +29,7 @@ from pycomm._training.comm_state import (
     check_successor,
     saved_kind,
 )
+from pycomm._training.explain import ExchangePlan
 from pycomm._training.hook_state import HookState
 from pycomm._training.outer import InnerOptimizers, Outer, Rule
 from pycomm._training.parameters import (
@@ -605,6 +606,10 @@ class LocalSGDState(HookState):
             exchange.
         """
         return {**self._differences.stats(), "changes_lost": float(self._changes_lost)}
+
+    def explain(self) -> ExchangePlan:
+        """Explains the last exchanges of parameters; see :meth:`CommState.explain`."""
+        return self._differences.explain()
 
     def intervals(self) -> list[tuple[int, float, float]]:
         """Times of the last exchange of parameters; see :meth:`CommState.intervals`."""

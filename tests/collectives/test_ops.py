@@ -2,6 +2,7 @@
 
 import gc
 
+import compiled_step
 import helpers
 import pytest
 import sweep
@@ -50,25 +51,63 @@ def test_opcheck_of_compressed(alone, compression):
     calls = [
         (OPS.compressed_all_reduce_, (x, compression, residual, None, "avg", *rest)),
         (OPS.compressed_all_reduce_, (x, compression, None, None, "sum", *rest)),
+        (OPS.compressed_all_reduce, (x.view(35, 20).t(), compression, "avg", *rest)),
         (OPS.encode, (x, compression, 3, 0)),
         (OPS.decode, (wire, compression, 700, torch.float32)),
     ]
+    if not compression.startswith("topk"):
+        rest = (3, 0, False)
+        whole = x.view(7, 100)
+        calls += [
+            (OPS.compressed_reduce_scatter, (whole, compression, "avg", *rest, 1, alone)),
+            (
+                OPS.compressed_reduce_scatter_,
+                (whole.clone(), whole, compression, residual.view(7, 100), "sum", *rest, alone),
+            ),
+        ]
     for op, arguments in calls:
         torch.library.opcheck(op, arguments)
+
+
+def test_compressed_results(world):
+    """The functional operations have the bits of the functions, and change no input."""
+
+    def body(group):
+        x = torch.randn(12, 200, generator=torch.Generator().manual_seed(group.rank)).t()
+        before, rest = x.clone(), (3, 256, False)
+        wanted, part = x.contiguous(), torch.empty(50, 12)
+        pycomm.compressed_reduce_scatter(
+            part, wanted, pycomm.Int8(), step=3, offset=256, group=group
+        )
+        pycomm.compressed_all_reduce(
+            wanted, pycomm.Int8(), op="sum", algorithm="ring", step=3, offset=256, group=group
+        )
+        mean = torch.full_like(part, torch.nan)
+        whole = OPS.compressed_all_reduce(x, "int8", "sum", "ring", *rest, group.name)
+        mine = OPS.compressed_reduce_scatter(x, "int8", "avg", *rest, group.size, group.name)
+        OPS.compressed_reduce_scatter_(mean, x.contiguous(), "int8", None, "avg", *rest, group.name)
+        assert torch.equal(x, before)
+        return [torch.equal(*pair) for pair in ((whole, wanted), (mine, part), (mean, part))]
+
+    assert world(4).run(body) == [[True] * 3] * 4
 
 
 def test_every_operation_is_checked_above():
     names = {schema.name for schema in torch._C._jit_get_all_schemas()}
     ours = {name.removeprefix("pycomm::") for name in names if name.startswith("pycomm::")}
-    cpu = {
-        name
-        for name in ours
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"pycomm::{name}", "CPU")
-    }
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    cpu, cuda = (
+        {name for name in ours if has_kernel(f"pycomm::{name}", device)}
+        for device in ("CPU", "CUDA")
+    )
+    assert cpu == cuda
     functional = {"all_reduce", "reduce_scatter", "all_gather", "broadcast"}
     in_place = {f"{name}_" for name in functional}
     assert cpu == functional | in_place | {"reduce", "all_to_all"} | {
+        "compressed_all_reduce",
         "compressed_all_reduce_",
+        "compressed_reduce_scatter",
+        "compressed_reduce_scatter_",
         "encode",
         "decode",
     }
@@ -115,6 +154,14 @@ def test_compiled_in_processes():
     # x * 2 sums to 4i + 2; adding the rank averages to 4i + 2.5; gathered times rank + 1.
     expected = 4 * torch.arange(100.0) + 2.5
     assert everyone == torch.cat([expected, 2 * expected]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("backend", "compression"), [("aot_eager", ""), ("inductor", ""), ("inductor", "int8:128")]
+)
+def test_a_compiled_training_step(backend, compression):
+    for found in helpers.run_group(2, compiled_step.train, "cpu", backend, compression):
+        compiled_step.check(found, 2, compression)
 
 
 def test_same_results_as_the_functions(world):

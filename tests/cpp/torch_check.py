@@ -1,6 +1,6 @@
 """Compiles the torch.distributed backend against the headers of other versions of torch.
 
-``python tests/cpp/torch_check.py FOLDER [PART]``, after ``torch_headers.py`` with the same arguments.
+``python tests/cpp/torch_check.py FOLDER [PART]``, after ``torch_headers.py`` with the same ones.
 """
 
 from __future__ import annotations

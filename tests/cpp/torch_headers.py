@@ -1,8 +1,8 @@
 """Fetches the C++ headers of the supported versions of torch, without the rest of their wheels.
 
-``python tests/cpp/torch_headers.py FOLDER [PART]`` makes ``FOLDER/2.11/include`` and so on, except for
-the version that is installed; with PART, a number, it makes one of them. pip finds the wheels, as it
-is configured; HTTP range requests read about 10 MB of the hundreds of each.
+``python tests/cpp/torch_headers.py FOLDER [PART]`` makes ``FOLDER/2.11/include`` and so on, except
+for the version that is installed; with PART, a number, it makes one of them. pip finds the wheels,
+as it is configured; HTTP range requests read about 10 MB of the hundreds of each.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ REPLACED = {
     "ExternalStream": ExternalStream,
     "Event": Event,
     "_exchange_device": exchange_device,
-    "_maybe_exchange_device": exchange_device,
+    "_maybe_exchange_device": lambda to: exchange_device(to),  # torch.compile tells them apart
     "_lazy_init": lambda: None,
     "can_device_access_peer": lambda *_: True,
     "current_device": current_device,
@@ -168,11 +168,13 @@ REPLACED = {
     "empty_cache": lambda: None,
     "device_count": lambda: len(_visible()),
     "get_device_properties": get_device_properties,
+    "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),  # it has no generator
     "is_available": lambda: True,
     "is_current_stream_capturing": lambda: device.is_captured(),
     "is_initialized": lambda: True,
     "set_sync_debug_mode": lambda mode: device.let_wait(mode != "error"),
     "set_device": lambda to: device.set_device(_device(to).index),
+    "set_rng_state": lambda *_: None,
     "set_stream": torch.accelerator.set_stream,
     "synchronize": lambda of=None: torch.accelerator.synchronize(_device(of)),
 }
@@ -223,6 +225,7 @@ class SymmetricMemory:
 for name, value in REPLACED.items():
     setattr(torch.cuda, name, value)
 torch._C._host_emptyCache = lambda: None
+torch._C._cuda_getDevice = device.current_device  # torch.compile asks for it
 torch._C._distributed_c10d._SymmetricMemory = SymmetricMemory
 torch.distributed._symmetric_memory.rendezvous = SymmetricMemory
 sys.modules["pycomm._C"] = _load("pycomm._C")

@@ -103,6 +103,30 @@ def test_compressed_operations_follow_the_stream_of_cupy(cupy: Any) -> None:
     on_ranks(body)
 
 
+def test_messages_and_lists_follow_the_stream_of_cupy(cupy: Any) -> None:
+    def body(group: pycomm.Group) -> None:
+        rank, other = group.rank, 1 - group.rank
+        x, out = cupy.full(COUNT, float(rank)), cupy.full(COUNT, 7.0)
+        received = pycomm.irecv(out, other, group=group)
+        pycomm.isend(x, other, group=group).wait()
+        x.fill(-1.0)
+        received.wait()
+        assert out.get() == [float(other)] * COUNT
+        for turn in range(2):
+            if turn == rank:
+                pycomm.send(out, other, group=group)
+            else:
+                pycomm.recv(x, other, group=group)
+        assert x.get() == [float(rank)] * COUNT
+        blocks = [cupy.full(COUNT, 7.0) for _ in range(2)]
+        pycomm.all_gather(blocks, x, group=group)
+        x.fill(-1.0)
+        assert [block.get() for block in blocks] == [[0.0] * COUNT, [1.0] * COUNT]
+        torch.cuda.synchronize()
+
+    on_ranks(body)
+
+
 def test_encoded_and_decoded_arrays_are_those_of_cupy(cupy: Any) -> None:
     x = cupy.full(COUNT, 1.0)
     wire = pycomm.Int8().encode(x)

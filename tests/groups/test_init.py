@@ -1,5 +1,6 @@
 """init: under torchrun, on an existing process group, and when ranks do not come."""
 
+import logging
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm._runtime import rendezvous
+from pycomm._runtime import rendezvous, torch_distributed
 
 SCRIPT = """
 import torch, pycomm
@@ -86,12 +88,7 @@ def test_defaults():
 
 
 def torchs_timeouts(rank, size, _, port):
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-    }
+    helpers.as_torchrun(rank, size, port)
     group = pycomm.init(timeout=20)
     found = [dist.group.WORLD, dist.new_group()]
     cpu = torch.device("cpu")
@@ -101,10 +98,84 @@ def torchs_timeouts(rank, size, _, port):
 
 def test_timeouts_of_torchs_own_groups():
     """They are torch's own, which init leaves as they are."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for found in helpers.run_ranks(2, torchs_timeouts, port):
+    for found in helpers.run_ranks(2, torchs_timeouts, helpers.free_port()):
         assert found == ([1800.0, 1800.0], 20.0)
+
+
+NO_DEVICE, NO_NCCL = "has no CUDA device", "has no NCCL in its torch"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "why"),
+    [
+        (["a"], ""),
+        (["a", "c", "b"], ""),
+        (["a", "b", "a"], "ranks 0 and 2 are on the same GPU"),
+        (["a", NO_DEVICE, "b"], f"rank 1 {NO_DEVICE}"),
+        (["a", "b", NO_NCCL], f"rank 2 {NO_NCCL}"),
+        ([NO_DEVICE, NO_DEVICE], f"rank 0 {NO_DEVICE}"),
+    ],
+)
+def test_what_keeps_ranks_from_nccl(gpus, why):
+    assert torch_distributed._obstacle_to_nccl(gpus) == why
+
+
+def sets_up(rank, size, _, port, machine):
+    """The arguments of init_process_group and set_device, and the log, on an imagined machine.
+
+    `machine`: by rank, the UUIDs of the visible GPUs, and the current device if CUDA was used.
+    """
+    gpus, used = machine[rank]
+    helpers.as_torchrun(rank, size, port)
+    imagined = {
+        "is_available": lambda: bool(gpus),
+        "is_initialized": lambda: used is not None,
+        "current_device": lambda: used,
+        "device_count": lambda: len(gpus),
+        "get_device_properties": lambda device: SimpleNamespace(uuid=gpus[device.index]),
+        "set_device": lambda device: chosen.append(device.index),
+    }
+    chosen, messages, make = [], [], dist.init_process_group
+
+    def init_process_group(backend, *, device_id, **options):
+        chosen.append((backend, device_id and device_id.index))
+        make("gloo", **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in imagined.items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(dist, "is_nccl_available", lambda: True)
+        patch.setattr(dist, "init_process_group", init_process_group)
+        patch.setattr(
+            logging.getLogger("pycomm.group"), "warning", lambda text, *_: messages.append(text)
+        )
+        groups = [pycomm.init(timeout=20) for _ in range(2)]
+    assert pycomm.all_reduce(torch.ones(1), group=groups[0]).item() == size
+    return chosen, sum("Gloo alone" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("machine", "device_ids"),
+    [
+        ([("ab", None), ("ab", None)], [0, 1]),  # torchrun alone
+        ([("ab", 1), ("ab", 0)], [1, 0]),  # after torch.cuda.set_device
+        ([("a", None), ("b", None)], [0, 0]),  # a visible GPU each
+        ([("ab", 0), ("ab", 0)], None),  # CUDA was used on the same device
+        ([("a", None), ("a", None)], None),  # a single GPU
+        ([("ab", None), ("", None)], None),  # the second rank has no GPU
+    ],
+)
+def test_backends_of_torch(machine, device_ids):
+    found = helpers.run_ranks(2, sets_up, helpers.free_port(), machine)
+    if device_ids is None:
+        assert found == [([("gloo", None)], 1)] * 2
+    else:
+        assert found == [([d, ("cpu:gloo,cuda:nccl", d)], 0) for d in device_ids]
+
+
+def test_no_word_of_nccl_without_cuda():
+    found = helpers.run_ranks(2, sets_up, helpers.free_port(), [("", None)] * 2)
+    assert found == [([("gloo", None)], 0)] * 2
 
 
 def same_store(rank, size, store):
@@ -169,10 +240,6 @@ def test_init_again_after_it_failed():
 
 def used_by_strangers(rank, size, store):
     """A process that does not know the secret gets nothing and disturbs no rank."""
-    import socket
-
-    from pycomm._runtime import rendezvous
-
     helpers.join_world(rank, size, store)
     if rank == 0:
         with pycomm.init() as group:
@@ -199,10 +266,6 @@ def test_strangers_get_no_window():
 
 def test_what_makes_a_node():
     """Never the hostname."""
-    import socket
-
-    from pycomm._runtime import rendezvous
-
     here = rendezvous.node_identity()
     assert socket.gethostname() not in here
     assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in here

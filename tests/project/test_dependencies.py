@@ -67,7 +67,7 @@ PYTHON_LAYERS = [
     {"_inputs", "_runtime"},
     {"_init", "_nccl", "_short_way", "_work", "compression", "group", "local_world"},
     {"block_collectives", "collectives", "compressed", "p2p", "recovery"},
-    {"batches", "ops", "sharing"},
+    {"_kernels", "batches", "ops", "sharing"},
     {"_training", "optim"},
     {"backend", "data_parallel", "fsdp", "hooks"},
     {"exporters", "memory", "top", "tracing"},

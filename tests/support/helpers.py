@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -71,6 +72,22 @@ def join_world(rank: int, size: int, store: str, seconds: float = 60) -> None:
         world_size=size,
         timeout=timedelta(seconds=seconds),
     )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def as_torchrun(rank: int, size: int, port: int) -> None:
+    """Gives this process the environment in which torchrun starts a rank."""
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+    }
 
 
 def _body(

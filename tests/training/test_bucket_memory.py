@@ -173,6 +173,52 @@ def test_shared_tensors_stay_and_so_does_what_a_closed_group_exchanges():
     helpers.run_group(2, share_and_close)
 
 
+def explained(group):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(90, 90), torch.nn.Linear(90, 20))
+    seen = []
+    for compression in (None, pycomm.Int8()):
+        state = hooks.CommState(compression, net.named_parameters(), group=group)
+        assert state.explain().buckets == ()
+        model = pycomm.DataParallel(net, state=state)
+        model(torch.ones(2, 90)).sum().backward()
+        seen.append(model.explain())
+        assert state.explain() == seen[-1]
+        count = sum(parameter.numel() for parameter in net.parameters())
+        state.start(torch.ones(count), list(net.parameters()))
+        state.finish()
+        seen.append(state.explain())
+    return [(str(plan), {bucket.path for bucket in plan.buckets}) for plan in seen]
+
+
+def test_where_buckets_lie_is_told(world):
+    """The wrapper's lie in the window, a tensor of the caller outside of it."""
+    for found in world(2).run(explained):
+        texts, paths = zip(*found, strict=True)
+        assert paths == ({"in place"}, {"staged"}, {"encoded"}, {"encoded"})
+        assert (
+            " MiB, torch.float32 on cpu, in place: 1.bias ... 0.weight (4 parameters)" in texts[0]
+        )
+        assert "\nin place: other ranks read and write the bucket where it lies" in texts[0]
+
+
+def test_where_local_sgd_exchanges_is_told(world):
+    def body(group):
+        net = torch.nn.Linear(90, 90)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        state = hooks.LocalSGDState(
+            net.named_parameters(), optimizer, period=1, compression=pycomm.Int8(), group=group
+        )
+        model = pycomm.DataParallel(net, state=state)
+        assert model.explain().buckets == ()
+        model(torch.ones(2, 90)).sum().backward()
+        optimizer.step()
+        state.step()
+        return [bucket.path for bucket in model.explain().buckets]
+
+    assert world(2).run(body) == [["encoded"]] * 2
+
+
 def test_memory_that_is_too_small_is_refused():
     if hook_state.take_memory is None:
         pytest.skip("pycomm was installed for another torch")

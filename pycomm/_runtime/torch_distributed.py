@@ -1,0 +1,111 @@
+"""Sets up torch.distributed for programs that have not done so."""
+
+from __future__ import annotations
+
+import functools
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from pycomm._runtime.log import fallback
+from pycomm._runtime.rendezvous import store_all_gather
+from pycomm._runtime.threads import Deadline
+from pycomm._runtime.torch_private import set_timeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pycomm._runtime.lifetime import Member
+
+
+def set_up(timeout: float) -> Callable[[Member], None] | None:
+    """Sets up torch.distributed from torchrun's environment, also in restarted processes.
+
+    Its backends are Gloo for CPU tensors and NCCL for CUDA tensors, which connects at once, on the
+    device that becomes the current one. If a rank has no NCCL, no device or another rank's device,
+    which NCCL refuses, all ranks have Gloo alone.
+
+    Args:
+        timeout: seconds for the setup. Afterwards torch's operations have torch's own timeout.
+
+    Returns:
+        A function that warns that the ranks of a group have Gloo alone, although ranks have GPUs.
+    """
+    deadline, patience = Deadline(timeout), timedelta(seconds=timeout)
+    with deadline.guarding("every process joining torch.distributed"):
+        store, rank, size = next(rendezvous("env://", timeout=patience))
+        store.set_timeout(patience)
+    device = _own_device()
+    gpus, store = store_all_gather(
+        PrefixStore("pycomm", store), rank, size, _describe(device), deadline
+    )
+    why = _obstacle_to_nccl(gpus)
+    if not why:
+        torch.cuda.set_device(device)
+    with deadline.guarding("every process joining torch.distributed"):
+        dist.init_process_group(
+            "gloo" if why else "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=patience,
+            device_id=None if why else device,
+        )
+    set_timeout(default_pg_timeout)
+    store.set_timeout(default_pg_timeout)
+    return functools.partial(_warn, why) if why and set(gpus) != {_NO_DEVICE} else None
+
+
+def _warn(why: str, group: Member) -> None:
+    fallback(
+        group,
+        "torch.distributed has Gloo alone, because %s: its own operations on CUDA tensors, and "
+        "pycomm's between nodes, go through host memory",
+        why,
+    )
+
+
+# What ranks tell each other instead of their device's UUID.
+_NO_DEVICE, _NO_NCCL = "has no CUDA device", "has no NCCL in its torch"
+
+
+def _own_device() -> torch.device | None:
+    """The current device if this process has used CUDA, otherwise the device of its local rank."""
+    if not torch.cuda.is_available():
+        return None
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def _describe(device: torch.device | None) -> str:
+    if device is None:
+        return _NO_DEVICE
+    if not dist.is_nccl_available():
+        return _NO_NCCL
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _obstacle_to_nccl(gpus: Sequence[str]) -> str:
+    """Why NCCL cannot connect ranks with these devices; an empty string if it can."""
+    for rank, gpu in enumerate(gpus):
+        if gpu in (_NO_DEVICE, _NO_NCCL):
+            return f"rank {rank} {gpu}"
+        if (first := gpus.index(gpu)) < rank:
+            return f"ranks {first} and {rank} are on the same GPU"
+    return ""
+
+
+def take_down(process: int, group: object) -> None:
+    """Undoes :func:`set_up`, in the process that has called it.
+
+    Otherwise Gloo's threads would make a process fail that has finished its work.
+    """
+    if os.getpid() == process and dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()
