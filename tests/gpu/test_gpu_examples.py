@@ -38,9 +38,19 @@ def said_by(program, *options, launcher=()):
     ("name", "options", "words"),
     [
         ("spawn_ddp.py", ["--epochs", "1"], "epoch 1: loss 1.1"),  # 1.1300 on the CPU
-        ("split_model.py", ["--steps", "5"], "    5  3.2728  3.2728"),  # as on the CPU
+        pytest.param(
+            "split_model.py",
+            ["--steps", "5"],
+            "    5  3.2728  3.2728",  # as on the CPU
+            marks=pytest.mark.slow,
+        ),
         ("primitives.py", [], "pycomm gave the same"),
-        ("survive.py", ["--steps", "20", "--seed", "3", "--dtype", "bfloat16"], "bit for bit"),
+        pytest.param(
+            "survive.py",
+            ["--steps", "20", "--seed", "3", "--dtype", "bfloat16"],
+            "bit for bit",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_on_a_gpu(name, options, words):
@@ -48,16 +58,11 @@ def test_on_a_gpu(name, options, words):
 
 
 def test_the_program_of_the_readme(tmp_path):
-    """It learns when it begins as on GPUs."""
-    (_, program), (_, beginning), *_ = pages.blocks_of("README.md")
-    if torch.version.cuda is None or torch.cuda.device_count() < 2:  # NCCL wants a GPU per rank
-        nccl = '"cpu:gloo,cuda:nccl", device_id=device'
-        assert nccl in beginning
-        beginning = beginning.replace(nccl, '"gloo"')
-        rank = "torch.distributed.get_node_local_rank()"
-        beginning = beginning.replace(rank, f"{rank} % torch.cuda.device_count()")
-    first, after = (program.index(word) for word in ("device =", "net ="))
-    (tmp_path / "train.py").write_text(program[:first] + beginning + program[after:])
+    """It learns with the device that its comment names."""
+    (_, program), *_ = pages.blocks_of("README.md")
+    on_the_cpu = 'torch.device("cpu")'
+    assert on_the_cpu in program
+    (tmp_path / "train.py").write_text(program.replace(on_the_cpu, 'torch.device("cuda")'))
     said = said_by(tmp_path / "train.py", launcher=TORCHRUN)
     losses = [float(line.split()[3].rstrip(",")) for line in said.splitlines()]
     assert len(losses) == 2
@@ -86,6 +91,7 @@ def train_on_both(group, ways, devices):
     ]
 
 
+@pytest.mark.slow
 def test_ways_to_train_have_the_losses_of_the_cpu():
     first, second = gpu_ranks.run(
         2, gpu_ranks.PEER, train_on_both, WAYS, ["cuda", "cpu"], cuda_heap_bytes=HEAP
