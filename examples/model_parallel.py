@@ -6,7 +6,6 @@ On GPUs, NCCL runs the collectives and messages; pictures are of the CPU's only.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 import warnings
@@ -229,19 +228,12 @@ def parser_of(script: str, doc: str | None) -> argparse.ArgumentParser:
 def run(train: Callable[..., Log], arguments: argparse.Namespace, *more: str) -> None:
     """Calls ``train(steps, plot, device, *more)`` on every rank of a group."""
     launch.require("rich", "matplotlib")
-    check_gpus(arguments.device, int(os.environ.get("LOCAL_WORLD_SIZE", arguments.ranks)))
+    device_of(arguments.device, 0)  # raises here, rather than in every process
     place = arguments.device, arguments.dtype
     launch.run(
         run_rank, train, *place, arguments.steps, arguments.plot, *more,
-        ranks=arguments.ranks, backend="pycomm", device=arguments.device,
+        ranks=arguments.ranks, backend="pycomm",
     )  # fmt: skip
-
-
-def check_gpus(device: str, ranks: int) -> None:
-    """Exits unless NCCL can serve the ranks of this machine."""
-    device_of(device, 0)
-    if device == "cuda" and (torch.cuda.device_count() < ranks or not dist.is_nccl_available()):
-        raise SystemExit(f"--device cuda needs NCCL and a GPU for each of the {ranks} ranks")
 
 
 def run_rank(

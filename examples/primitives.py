@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from devices import CPU, add_device, device_of
+from devices import add_device, device_of
 
 import pycomm
 from pycomm.bench import launch
@@ -32,7 +32,7 @@ def initial(rank: int, ranks: int) -> torch.Tensor:
 
 
 def with_torch(rank: int, ranks: int, device: torch.device) -> Results:
-    """What this rank has after each primitive of torch.distributed, on the CPU or over NCCL."""
+    """What this rank has after each primitive of torch.distributed."""
     mine, results = initial(rank, ranks).to(device), Results()
     is_first = rank == 0
 
@@ -105,12 +105,10 @@ def with_pycomm(group: pycomm.Group, device: torch.device) -> Results:
 
     results["all_to_all"] = pycomm.all_to_all(torch.empty_like(mine), mine)
 
-    # Messages are CPU tensors: those of a GPU go through the CPU's memory.
-    received = torch.empty_like(mine, device="cpu")
-    sending = pycomm.isend(mine.cpu(), (rank + 1) % ranks)
-    pycomm.recv(received, (rank - 1) % ranks)
+    results["send, recv"] = torch.empty_like(mine)
+    sending = pycomm.isend(mine, (rank + 1) % ranks)
+    pycomm.recv(results["send, recv"], (rank - 1) % ranks)
     sending.wait()
-    results["send, recv"] = received.to(device)
 
     pycomm.barrier()
     return results
@@ -134,9 +132,8 @@ def run_rank(device: str) -> None:
     """Runs all primitives on one rank; rank 0 prints what every rank has."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     place = device_of(device, rank)
-    has_nccl = "nccl" in dist.get_backend_config()  # it needs a GPU for each rank
     before = {"before": initial(rank, ranks)}
-    torchs = as_texts(before | with_torch(rank, ranks, place if has_nccl else CPU))
+    torchs = as_texts(before | with_torch(rank, ranks, place))
     with pycomm.init() as group:
         ours = as_texts(before | with_pycomm(group, place))
     everyone: list[Any] = [None] * ranks
@@ -154,9 +151,7 @@ def main() -> None:
     add_device(parser)
     options = parser.parse_args()
     device_of(options.device, 0)  # raises here, rather than in every process
-    launch.run(
-        run_rank, options.device, ranks=options.ranks, backend="pycomm", device=options.device
-    )
+    launch.run(run_rank, options.device, ranks=options.ranks, backend="pycomm")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -34,7 +35,14 @@ from pycomm._runtime.rendezvous import RendezvousResult, introduction, join
 from pycomm._runtime.subgroup import Subgroup
 from pycomm._runtime.torch_private import correct_shrunk_groups, named_process_group
 from pycomm.errors import ArgumentError, CollectiveError, GroupUnusable, PeerDied
-from pycomm.group import DEFAULT_STAGING_BYTES, Group, _open_groups, make_group, take_cuda
+from pycomm.group import (
+    DEFAULT_MAX_BLOCKS,
+    DEFAULT_STAGING_BYTES,
+    Group,
+    _open_groups,
+    make_group,
+    take_cuda,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,6 +147,7 @@ class _Ranks:
         self._gloo: Any = None  # made when it is needed
         self._addresses: internode.Addresses  # kept here, because Gloo does not keep the object
         self._monitored_barriers = 0
+        self._splits: Counter[str] = Counter()
 
     def meet(self, patience: float | None = None) -> None:
         """Meets the other ranks and makes a window for the group.
@@ -169,7 +178,7 @@ class _Ranks:
         self._world, self._seats = _World(self._members), list(range(self.size))
         _world = weakref.ref(self._world)
 
-    def join(self, world: _World | None, seats: Sequence[int]) -> None:
+    def join(self, world: _World | None, seats: Sequence[int], key: str = "") -> None:
         """Makes this a group in the default group's window if that is possible.
 
         If not, all ranks meet now, because the first operation may involve only two of them.
@@ -177,19 +186,25 @@ class _Ranks:
         Args:
             world: the default group; None if pycomm does not run it.
             seats: this group's ranks, as ranks of the default group.
+            key: distinguishes groups of the same ranks; by default the name.
         """
         self._world, self._seats = world, list(seats)
         if world is not None:
-            self._subgroup = world.subgroup(seats, self.rank, self._name)
+            self._subgroup = world.subgroup(seats, self.rank, key or self._name)
         if self._subgroup is None:
             self.meet()
 
-    def split(
-        self, store: Store, ranks: Sequence[int], rank: int, timeout: float, name: str
-    ) -> _Ranks:
-        """A group of some of these ranks; for c10d::Backend::split."""
+    def split(self, ranks: Sequence[int], rank: int, timeout: float, name: str) -> _Ranks:
+        """A group of some of these ranks; for c10d::Backend::split.
+
+        Neither torch's name of the group nor torch's Store for it need be the same on all of them.
+        """
+        seats = [self._seats[r] for r in ranks] if self._world else ranks
+        key = "split/" + ",".join(map(str, seats))
+        self._splits[key] += 1
+        store = PrefixStore(f"{key}/{self._splits[key]}", self._store)
         part = _Ranks(store, rank, len(ranks), timeout, name)
-        part.join(self._world, [self._seats[r] for r in ranks] if self._world else ranks)
+        part.join(self._world, seats, key)
         return part
 
     def merge(self, store: Store, rank: int, size: int, timeout: float, name: str) -> _Ranks:
@@ -335,7 +350,11 @@ class _Ranks:
                 raise
 
     def close(self) -> None:
-        """Closes the group. Operations that still run after a short time are aborted."""
+        """Closes the group. Operations that still run after a short time are aborted.
+
+        Raises:
+            pycomm.CollectiveError: a kernel has failed, and no call has raised its error.
+        """
         self._closed = True
         if (subgroup := self._take_subgroup()) is not None:
             self._leave(subgroup)
@@ -346,7 +365,27 @@ class _Ranks:
             time.sleep(0.002)
         if not self._group._core.idle():
             self._group.abort()
+        failure = self._failure_of_kernels()
         self._group.close()
+        if failure is not None:
+            raise failure
+
+    def _failure_of_kernels(self) -> CollectiveError | None:
+        """Waits for the kernels, and returns their error unless a call has raised it.
+
+        A program's last operations are enqueued, and would seem to have succeeded.
+        """
+        group = self._group
+        if group is None or group._cuda is None:
+            return None
+        try:
+            torch.cuda.synchronize(group._cuda.device)
+            group.check()
+        except GroupUnusable:  # a call has raised it
+            return None
+        except CollectiveError as error:
+            return None if error.rank == self.rank else error  # this rank has aborted the group
+        return None
 
     def connect_gloo(self, what: str, timeout: float) -> Any:
         """A Gloo backend, for operations that pycomm lacks; logs them."""
@@ -377,7 +416,7 @@ class _Ranks:
         """Lets the group take CUDA tensors, by kernels if its ranks are on one node."""
         group, name = self._group, self._name
         if group is not None and len(group.nodes) == 1:
-            take_cuda(group, lambda: named_process_group(name))
+            take_cuda(group, lambda: named_process_group(name), DEFAULT_MAX_BLOCKS, 0)
 
     def _end_gloo(self) -> None:
         """Ends operations over Gloo, also on ranks that wait for this one."""

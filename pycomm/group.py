@@ -640,6 +640,8 @@ class Group:
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if self._cuda is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise ValueError("a CUDA graph cannot capture a group's first operation on CUDA")
             try:
                 self._cuda = self._join_cuda(device)
             except BaseException:
@@ -699,25 +701,13 @@ def make_group(
     return made
 
 
-def take_cuda(
-    group: Group,
-    process_group: Callable[[], Any],
-    max_blocks: int = DEFAULT_MAX_BLOCKS,
-    heap_bytes: int = 0,
-) -> None:
-    """Lets a group of processes on one node take CUDA tensors, from its first operation on one.
-
-    Args:
-        group: the group.
-        process_group: returns torch's process group of the same ranks, or raises RuntimeError.
-        max_blocks: the largest number of thread blocks that an operation uses.
-        heap_bytes: device memory for :meth:`Group.empty`.
-    """
+def take_cuda(group: Group, *options: Any) -> None:
+    """Lets a group of processes on one node take CUDA tensors; `options` of `join_processes`."""
 
     def connect(device: torch.device) -> CudaSide:
         from pycomm._runtime.cuda import join_processes
 
-        return join_processes(group, device, process_group, max_blocks, heap_bytes)
+        return join_processes(group, device, *options)
 
     group._join_cuda = connect
 

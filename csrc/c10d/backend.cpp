@@ -47,11 +47,8 @@ Backend::Backend(int rank, int size, Milliseconds timeout, py::object ranks)
 
 Backend::~Backend() { drop(std::move(ranks_)); }
 
-// As in Connection::connect(), the lock is taken without the GIL.
 ::c10d::Backend& Backend::gloo(const char* what) {
-  std::optional<py::gil_scoped_release> no_gil;
-  if (PyGILState_Check() != 0) no_gil.emplace();
-  const std::lock_guard lock(making_others_);
+  const LockWithoutGil lock(making_others_);
   const py::gil_scoped_acquire gil;
   // Also writes the log.
   const py::object made = ranks_.attr("connect_gloo")(what, seconds_of(timeout_));
@@ -61,11 +58,10 @@ Backend::~Backend() { drop(std::move(ranks_)); }
 
 void Backend::setTimeout(Milliseconds timeout) {
   check_timeout(timeout);
-  std::optional<py::gil_scoped_release> no_gil;
-  if (PyGILState_Check() != 0) no_gil.emplace();
-  const std::lock_guard lock(making_others_);
+  const LockWithoutGil lock(making_others_);
   timeout_ = timeout;
   if (gloo_ != nullptr) gloo_->setTimeout(timeout);
+  if (nccl_.has_value() && *nccl_) (*nccl_)->setTimeout(timeout);
 }
 
 Request Backend::request(OpType type, const char* title, Milliseconds timeout, c10::Device device) {
@@ -97,7 +93,17 @@ Backend::WorkPtr Backend::launch(Request request, bool async) {
   auto work =
       c10::make_intrusive<CollectiveWork>(connection_.load(), std::move(request), std::move(order));
   async ? CollectiveWork::submit(work) : work->run();
+  return coalesced(work);
+}
+
+Backend::WorkPtr Backend::coalesced(WorkPtr work) {
+  if (coalesced_.has_value()) coalesced_->push_back(work);
   return work;
+}
+
+Backend::WorkPtr Backend::endCoalescing() {
+  check_argument(coalesced_.has_value(), "endCoalescing must follow startCoalescing");
+  return c10::make_intrusive<CoalescedWork>(*std::exchange(coalesced_, std::nullopt));
 }
 
 void Backend::tell_staged(const char* title) {
@@ -107,9 +113,7 @@ void Backend::tell_staged(const char* title) {
 
 ::c10d::Backend* Backend::nccl(c10::Device device) {
   if (!device.is_cuda() || !connection_.load()->spans_nodes()) return nullptr;
-  std::optional<py::gil_scoped_release> no_gil;
-  if (PyGILState_Check() != 0) no_gil.emplace();
-  const std::lock_guard lock(making_others_);
+  const LockWithoutGil lock(making_others_);
   if (nccl_.has_value()) return nccl_->get();
   const py::gil_scoped_acquire gil;
   const py::object made = ranks_.attr("connect_nccl")(seconds_of(timeout_));
@@ -189,15 +193,16 @@ Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inp
     return nccl->allgather_coalesced(outputs, inputs, options);
   Request made =
       request(OpType::ALLGATHER_COALESCED, "pycomm:all_gather_coalesced", options.timeout, device);
+  TensorLists blocks(inputs.size());
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    Tensors results;
     for (const Tensors& of_rank : outputs) {
       check_argument(of_rank.size() == inputs.size(), "output_tensor_lists must have ",
                      inputs.size(), " tensors per rank, got ", of_rank.size());
-      results.push_back(of_rank[i]);
+      blocks[i].push_back(of_rank[i]);
     }
-    made.all_gather(results, inputs[i]);
+    made.stage_unless_equal(blocks[i]);
   }
+  for (std::size_t i = 0; i < inputs.size(); ++i) made.all_gather(blocks[i], inputs[i]);
   return launch(std::move(made), options.asyncOp);
 }
 
@@ -300,7 +305,7 @@ Backend::WorkPtr Backend::message(OpType type, const Tensors& tensors, int peer,
   const auto work = c10::make_intrusive<MessageWork>(connection_.load(), type, tensor, place,
                                                      order(tensor.device(), true));
   MessageWork::start(work, peer, tag, timeout_);
-  return work;
+  return coalesced(work);
 }
 
 Backend::WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
@@ -328,33 +333,50 @@ void Backend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool wait_
   ranks_.attr("monitored_barrier")(seconds_of(timeout), wait_all_ranks);
 }
 
-c10::intrusive_ptr<Backend::Options> Backend::getBackendOptions() {
-  return c10::make_intrusive<Options>("pycomm", timeout_.load());
+c10::intrusive_ptr<::c10d::Backend::Options> Backend::getBackendOptions() {
+  return c10::make_intrusive<BackendOptions>("pycomm", timeout_.load());
 }
 
-c10::intrusive_ptr<::c10d::Backend> Backend::split(const c10::intrusive_ptr<::c10d::Store>& store,
-                                                   const std::vector<int>& ranks,
-                                                   const c10::intrusive_ptr<Options>& options) {
+template <class Make>
+c10::intrusive_ptr<Backend> Backend::made_once(const std::string& name, const Make& make) {
+  auto found = made_.find(name);
+  if (found != made_.end()) {
+    if (auto living = found->second.lock()) return living;
+    made_.erase(found);
+  }
+  c10::intrusive_ptr<Backend> made = make();
+  made_.emplace(name, made);
+  return made;
+}
+
+c10::intrusive_ptr<::c10d::Backend> Backend::split(
+    const c10::intrusive_ptr<::c10d::Store>&, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<::c10d::Backend::Options>& options) {
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
   if (mine == ranks.end()) return {};
   const auto rank = static_cast<int>(mine - ranks.begin()), size = static_cast<int>(ranks.size());
   const py::gil_scoped_acquire gil;
-  py::object made =
-      ranks_.attr("split")(store, ranks, rank, seconds_of(options->timeout), options->group_name);
-  return c10::make_intrusive<Backend>(rank, size, options->timeout, std::move(made));
+  return made_once(options->group_name, [&] {
+    py::object made =
+        ranks_.attr("split")(ranks, rank, seconds_of(options->timeout), options->group_name);
+    return c10::make_intrusive<Backend>(rank, size, options->timeout, std::move(made));
+  });
 }
 
-c10::intrusive_ptr<::c10d::Backend> Backend::merge(const c10::intrusive_ptr<::c10d::Store>& store,
-                                                   const c10::intrusive_ptr<Options>& options,
-                                                   const int& rank, const int& size) {
+c10::intrusive_ptr<::c10d::Backend> Backend::merge(
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    const c10::intrusive_ptr<::c10d::Backend::Options>& options, const int& rank, const int& size) {
   const py::gil_scoped_acquire gil;
-  py::object made =
-      ranks_.attr("merge")(store, rank, size, seconds_of(options->timeout), options->group_name);
-  return c10::make_intrusive<Backend>(rank, size, options->timeout, std::move(made));
+  return made_once(options->group_name, [&] {
+    py::object made =
+        ranks_.attr("merge")(store, rank, size, seconds_of(options->timeout), options->group_name);
+    return c10::make_intrusive<Backend>(rank, size, options->timeout, std::move(made));
+  });
 }
 
-c10::intrusive_ptr<::c10d::Backend> Backend::shrink(const std::vector<int64_t>& excluded, int,
-                                                    const c10::intrusive_ptr<Options>& options) {
+c10::intrusive_ptr<::c10d::Backend> Backend::shrink(
+    const std::vector<int64_t>& excluded, int,
+    const c10::intrusive_ptr<::c10d::Backend::Options>& options) {
   const Milliseconds timeout = options == nullptr ? timeout_.load() : options->timeout;
   check_timeout(timeout);
   const py::gil_scoped_acquire gil;
@@ -383,8 +405,7 @@ Backend::WorkPtr Backend::reconfigure(const ::c10d::ReconfigureOptions& options)
   connection_ = std::make_shared<Connection>(rank_, ranks.attr("connect"));
   sequence_ = 0;
   {
-    const py::gil_scoped_release no_gil;  // as in gloo()
-    const std::lock_guard lock(making_others_);
+    const LockWithoutGil lock(making_others_);
     std::swap(ranks_, ranks);
     gloo_.reset();
     nccl_.reset();
@@ -418,10 +439,16 @@ void Backend::abort() {
     throw;
   }
   native().abort(connected);
+  const LockWithoutGil lock(making_others_);
+  if (nccl_.has_value() && *nccl_) (*nccl_)->abort();
 }
 
 void Backend::shutdown() {
   closed_ = true;
+  {
+    const LockWithoutGil lock(making_others_);
+    if (nccl_.has_value() && *nccl_) (*nccl_)->shutdown();
+  }
   const py::gil_scoped_acquire gil;
   ranks_.attr("close")();
 }

@@ -11,12 +11,22 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
 #include "c10d/connection.h"
 #include "c10d/work.h"
 
 namespace pycomm::c10d {
 
 using TensorLists = std::vector<Tensors>;
+
+// As torch's, but copies can be made in Python, where torch.distributed.split_group() makes one.
+struct BackendOptions final : ::c10d::Backend::Options {
+  using ::c10d::Backend::Options::Options;
+};
 
 class Backend final : public ::c10d::Backend {
  public:
@@ -66,21 +76,26 @@ class Backend final : public ::c10d::Backend {
 
   void setSequenceNumberForGroup() override {}
   std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  // Between these, works are collected; the second returns one that waits for all.
+  void startCoalescing() override { coalesced_.emplace(); }
+  WorkPtr endCoalescing() override;
   bool supportsSplitting() const override { return true; }
-  c10::intrusive_ptr<Options> getBackendOptions() override;
+  c10::intrusive_ptr<::c10d::Backend::Options> getBackendOptions() override;
   // The backend of a group of some ranks of this one; null on the others.
-  c10::intrusive_ptr<::c10d::Backend> split(const c10::intrusive_ptr<::c10d::Store>& store,
-                                            const std::vector<int>& ranks,
-                                            const c10::intrusive_ptr<Options>& options) override;
+  c10::intrusive_ptr<::c10d::Backend> split(
+      const c10::intrusive_ptr<::c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<::c10d::Backend::Options>& options) override;
   bool supportsShrinking() const override { return true; }
   // The backend of the group without some of its ranks. The flags make no difference: operations
   // that still run are aborted in any case.
-  c10::intrusive_ptr<::c10d::Backend> shrink(const std::vector<int64_t>& excluded, int flags,
-                                             const c10::intrusive_ptr<Options>& options) override;
+  c10::intrusive_ptr<::c10d::Backend> shrink(
+      const std::vector<int64_t>& excluded, int flags,
+      const c10::intrusive_ptr<::c10d::Backend::Options>& options) override;
   // The backend of a group that joins this one with others.
-  c10::intrusive_ptr<::c10d::Backend> merge(const c10::intrusive_ptr<::c10d::Store>& store,
-                                            const c10::intrusive_ptr<Options>& options,
-                                            const int& rank, const int& size) override;
+  c10::intrusive_ptr<::c10d::Backend> merge(
+      const c10::intrusive_ptr<::c10d::Store>& store,
+      const c10::intrusive_ptr<::c10d::Backend::Options>& options, const int& rank,
+      const int& size) override;
 #ifdef C10D_BACKEND_HAS_RECONFIGURE  // torch 2.14
   bool supportsReconfigure() const override { return true; }
   ::c10d::ReconfigureHandle get_reconfigure_handle() const override;
@@ -105,12 +120,20 @@ class Backend final : public ::c10d::Backend {
   void tell_staged(const char* title);
   void* group() { return connection_.load()->group(); }
   WorkPtr launch(Request request, bool async);
+  // Returns the work, and collects it while works are.
+  WorkPtr coalesced(WorkPtr work);
+  // make(), or the backend of this name that it has made and that is in use: torch asks for one per
+  // type of device, and keeps one. With the GIL.
+  template <class Make>
+  c10::intrusive_ptr<Backend> made_once(const std::string& name, const Make& make);
   WorkPtr message(OpType type, const Tensors& tensors, int peer, int tag);
 
   std::atomic<Milliseconds> timeout_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
   std::atomic<std::shared_ptr<Connection>> connection_;  // reconfigure() replaces it
+  std::optional<std::vector<WorkPtr>> coalesced_;
+  std::map<std::string, c10::weak_intrusive_ptr<Backend>> made_;  // by split() and merge()
   std::mutex making_others_;
   pybind11::object ranks_;
   c10::intrusive_ptr<::c10d::Backend> gloo_;

@@ -89,11 +89,8 @@ Connection::~Connection() {
   drop(std::move(group_));
 }
 
-// The lock is always taken without the GIL, so that no thread holds one and waits for the other.
 void* Connection::connect() {
-  std::optional<py::gil_scoped_release> no_gil;
-  if (PyGILState_Check() != 0) no_gil.emplace();
-  const std::lock_guard lock(connecting_);
+  const LockWithoutGil lock(connecting_);
   if (handle_ != nullptr) return handle_;
   const py::gil_scoped_acquire gil;
   group_ = connect_();
@@ -108,9 +105,7 @@ void* Connection::connect() {
 // Other devices than the first one are for Python to refuse.
 void* Connection::cuda_side(c10::Device device) {
   group();
-  std::optional<py::gil_scoped_release> no_gil;
-  if (PyGILState_Check() != 0) no_gil.emplace();
-  const std::lock_guard lock(connecting_);
+  const LockWithoutGil lock(connecting_);
   if (device_ == device) return cuda_handle_;
   const py::gil_scoped_acquire gil;
   cuda_side_ = group_.attr("_cuda_side")(device).attr("_core");
@@ -122,7 +117,7 @@ void* Connection::cuda_side(c10::Device device) {
 }
 
 c10::Stream Connection::stream(c10::Device device) {
-  const std::lock_guard lock(connecting_);
+  const LockWithoutGil lock(making_stream_);
   if (!stream_ || stream_->device() != device) {
     // Of high priority, because other ranks wait for its kernels.
     stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);

@@ -46,6 +46,20 @@ class CallingBack {
 // another thread if this thread is running a callback.
 void drop(pybind11::object object);
 
+// Holds a mutex. It is always taken without the GIL, so that no thread holds one and waits for the
+// other; and as long as this exists, the thread does not hold the GIL.
+class LockWithoutGil {
+ public:
+  explicit LockWithoutGil(std::mutex& mutex) {
+    if (PyGILState_Check() != 0) no_gil_.emplace();
+    lock_ = std::unique_lock(mutex);
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> no_gil_;
+  std::unique_lock<std::mutex> lock_;
+};
+
 // A group of pycomm._C, made by a Python function at its first use.
 class Connection {
  public:
@@ -80,6 +94,7 @@ class Connection {
   void* cuda_handle_ = nullptr;
   std::optional<c10::Device> device_;
   pybind11::object cuda_side_;
+  std::mutex making_stream_;
   std::optional<c10::Stream> stream_;
 };
 

@@ -27,7 +27,7 @@ void take_memory(const at::Tensor& taker, const at::Tensor& giver) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  using pycomm::c10d::Backend;
+  using pycomm::c10d::Backend, pycomm::c10d::BackendOptions;
   pycomm::c10d::find_native();
   // torch translates these in its own functions, but not in those that pybind11 makes.
   py::register_local_exception_translator([](std::exception_ptr pointer) {
@@ -40,7 +40,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import("torch.distributed");  // has the base class
   py::class_<Backend, ::c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
       .def(py::init<int, int, std::chrono::milliseconds, py::object>(), py::arg("rank"),
-           py::arg("size"), py::arg("timeout"), py::arg("ranks"));
+           py::arg("size"), py::arg("timeout"), py::arg("ranks"))
+      // new_group() calls this on the ranks that are not in the new group.
+      .def("perform_nocolor_split", [](Backend&, const c10::Device&) {})
+      .def_property_readonly("options", &Backend::getBackendOptions);
+  py::class_<BackendOptions, ::c10d::Backend::Options, c10::intrusive_ptr<BackendOptions>>(
+      m, "Options")
+      .def("__deepcopy__", [](const BackendOptions& options, const py::dict&) {
+        return c10::make_intrusive<BackendOptions>(options);
+      });
   pycomm::c10d::bind_tensor_reader(m);
   m.def("take_memory", &take_memory, py::arg("taker"), py::arg("giver"));
   m.def("stop_completing", &pycomm::c10d::stop_completing,

@@ -318,7 +318,7 @@ at::Tensor Request::scaled(const at::Tensor& tensor, const ::c10d::ReduceOp& op)
   if (op.op_ != ::c10d::ReduceOp::PREMUL_SUM) return tensor;
   check_argument(tensor.is_floating_point(), "op PREMUL_SUM takes floating-point tensors, got ",
                  tensor.scalar_type());
-  kept_.push_back(tensor * factor_of(op).to(tensor.scalar_type()));
+  kept_.push_back(tensor * factor_of(op).to(tensor.options()));
   return kept_.back();
 }
 
@@ -343,6 +343,7 @@ void Request::write_blocks(Call& call, const Tensors& list, Counts counts) {
     const std::int64_t size = first.numel();
     const auto whole = at::empty(static_cast<std::int64_t>(list.size()) * size, first.options());
     for (std::size_t i = 0; i < list.size(); ++i) {
+      at::assert_no_internal_overlap(list[i]);
       const at::Tensor block = whole.narrow(0, static_cast<std::int64_t>(i) * size, size);
       copies_.emplace_back(list[i], block.view(list[i].sizes()));
       outputs.push_back(list[i]);

@@ -73,6 +73,9 @@ class Request {
                   const std::vector<std::int64_t>& output_splits,
                   const std::vector<std::int64_t>& input_splits);
   void barrier();
+  // Kernels take blocks of one size only, which all ranks must know: others are staged. A request
+  // with several lists needs this for each of them before it adds a call.
+  void stage_unless_equal(const Tensors& list);
   // The forms with a list of tensors, one per rank, which may differ in size except for gather and
   // scatter. The lists of gather and scatter are empty except on the root.
   void all_gather(const Tensors& outputs, const at::Tensor& input);
@@ -111,8 +114,6 @@ class Request {
   void read_blocks(Call& call, const Tensors& list, Counts counts);
   void write_blocks(Call& call, const Tensors& list, Counts counts);
   static Blocks made_of(const BlockArrays& arrays, Counts counts);
-  // Kernels take blocks of one size only, which all ranks must know: others are staged.
-  void stage_unless_equal(const Tensors& list);
   void stage();
   // The blocks of a tensor that is split.
   Blocks blocks_of(const at::Tensor& whole, const std::vector<std::int64_t>& splits);

@@ -228,8 +228,8 @@ void KernelWork::enqueue() {
 
 bool KernelWork::wait(Milliseconds timeout) {
   if (timeout != kNoTimeout) check_timeout(timeout);
-  check(native().check_kernels(side_));
   const bool is_ordered = order_.block_current_stream();
+  check(native().check_kernels(side_));
   if (timeout != kNoTimeout) await(timeout);
   release(is_ordered);
   return true;

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -92,6 +93,25 @@ class MessageWork final : public Work {
   // Guarded by mutex_. The message may end before its request is known here.
   void* request_ = nullptr;
   bool ended_ = false;
+};
+
+// Several works as one.
+class CoalescedWork final : public ::c10d::Work {
+ public:
+  explicit CoalescedWork(std::vector<c10::intrusive_ptr<::c10d::Work>> works)
+      : works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(),
+                       [](auto& work) { return work->isCompleted(); });
+  }
+  bool wait(Milliseconds timeout) override {
+    for (auto& work : works_) work->wait(timeout);
+    return true;
+  }
+
+ private:
+  std::vector<c10::intrusive_ptr<::c10d::Work>> works_;
 };
 
 // A collective that kernels run. It is complete when they have run, and the host waits for them only

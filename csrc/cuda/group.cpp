@@ -39,12 +39,14 @@ Group::~Group() {
 
 void Group::run(const Call& call, std::uintptr_t stream, const Sharding& sharding) {
   const std::lock_guard lock(running_);
+  host_->check_usable();
   check();
   enqueue({admit(call), call.input, call.output}, stream, sharding);
 }
 
 void Group::run(const std::vector<Call>& calls, std::uintptr_t stream, Bucket bucket) {
   const std::lock_guard lock(running_);
+  host_->check_usable();
   check();
   std::vector<Part> parts;
   for (const Call& call : calls) {
@@ -104,7 +106,7 @@ void Group::enqueue(const Part& part, std::uintptr_t stream, Extras extras) {
 }
 
 void Group::check() {
-  host_->check_usable();
+  if (!closed_) host_->check_usable();
   Failure found = endpoint_->failure();
   report(found);
   const std::uint64_t word = host_->abort_word();
@@ -123,6 +125,7 @@ void Group::check() {
 void Group::close() {
   if (host_->forked()) return;
   endpoint_->synchronize();
+  closed_ = true;
   host_->show_progress(endpoint_->progress());
   stop_watching();
 }

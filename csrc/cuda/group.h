@@ -3,6 +3,7 @@
 // compiled in every build; without CUDA no Endpoint can be made for it.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -34,7 +35,8 @@ class Group {
   // they can. `bucket`: a bucket without its parts.
   void run(const std::vector<Call>& calls, std::uintptr_t stream, Bucket bucket);
   // Raises a kernel's failure, once; from then on the group refuses work. First waits, within the
-  // group's timeout, until no rank's kernels use this rank's tensors.
+  // group's timeout, until no rank's kernels use this rank's tensors. A group that has been closed
+  // raises only that.
   void check();
   // Waits until all enqueued work is done.
   void close();
@@ -57,6 +59,7 @@ class Group {
   std::mutex mutex_;
   std::condition_variable stopping_;
   bool stop_ = false;
+  std::atomic<bool> closed_{false};
   std::thread watcher_;
 };
 

@@ -43,10 +43,14 @@ _LONGEST_SLICE = 0.2  # if a slice took longer, this process was suspended
 
 
 class Deadline:
-    """The end of a rendezvous. Time in which this process was suspended does not count."""
+    """The end of a rendezvous. Time in which this process was suspended does not count.
+
+    Attributes:
+        seconds: the whole time.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
@@ -125,6 +129,6 @@ class Deadline:
             except RuntimeError:
                 event = "reaching the Store"
             raise Timeout(
-                f"rendezvous: {event} did not happen within {self._seconds} s ({error})",
+                f"rendezvous: {event} did not happen within {self.seconds} s ({error})",
                 operation="rendezvous",
             ) from error

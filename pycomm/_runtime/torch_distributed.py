@@ -13,13 +13,16 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from pycomm._inputs import process_group_of
 from pycomm._runtime.log import fallback
 from pycomm._runtime.rendezvous import store_all_gather
 from pycomm._runtime.threads import Deadline
-from pycomm._runtime.torch_private import set_timeout
+from pycomm._runtime.torch_private import set_timeout, store_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch.distributed.distributed_c10d import Store
 
     from pycomm._runtime.lifetime import Member
 
@@ -27,20 +30,37 @@ if TYPE_CHECKING:
 def set_up(timeout: float) -> Callable[[Member], None] | None:
     """Sets up torch.distributed from torchrun's environment, also in restarted processes.
 
-    Its backends are Gloo for CPU tensors and NCCL for CUDA tensors, which connects at once, on the
-    device that becomes the current one. If a rank has no NCCL, no device or another rank's device,
-    which NCCL refuses, all ranks have Gloo alone.
-
     Args:
         timeout: seconds for the setup. Afterwards torch's operations have torch's own timeout.
 
     Returns:
-        A function that warns that the ranks of a group have Gloo alone, although ranks have GPUs.
+        As :func:`join`.
     """
     deadline, patience = Deadline(timeout), timedelta(seconds=timeout)
     with deadline.guarding("every process joining torch.distributed"):
         store, rank, size = next(rendezvous("env://", timeout=patience))
         store.set_timeout(patience)
+    warn = join(store, rank, size, deadline)
+    set_timeout(default_pg_timeout)
+    store_of(process_group_of(None)).set_timeout(default_pg_timeout)
+    return warn
+
+
+def join(store: Store, rank: int, size: int, deadline: Deadline) -> Callable[[Member], None] | None:
+    """Makes torch.distributed's default group, with Gloo and, where it can connect, with NCCL.
+
+    NCCL, for CUDA tensors, connects at once, on the device that becomes the current one. If a rank
+    has no NCCL, no device or another rank's device, which NCCL refuses, all ranks have Gloo alone.
+
+    Args:
+        store: how the ranks meet; also in restarted processes.
+        rank: this rank.
+        size: the number of ranks.
+        deadline: for the setup; its whole time is the timeout of torch's operations.
+
+    Returns:
+        A function that warns that the ranks of a group have Gloo alone, although ranks have GPUs.
+    """
     device = _own_device()
     gpus, store = store_all_gather(
         PrefixStore("pycomm", store), rank, size, _describe(device), deadline
@@ -54,11 +74,9 @@ def set_up(timeout: float) -> Callable[[Member], None] | None:
             store=store,
             rank=rank,
             world_size=size,
-            timeout=patience,
+            timeout=timedelta(seconds=deadline.seconds),
             device_id=None if why else device,
         )
-    set_timeout(default_pg_timeout)
-    store.set_timeout(default_pg_timeout)
     return functools.partial(_warn, why) if why and set(gpus) != {_NO_DEVICE} else None
 
 

@@ -145,7 +145,8 @@ def correct_shrunk_groups(name: str) -> None:
         if group.name() != "gloo" or cpu not in group._device_types:
             continue
         if (backend := group._get_backend(cpu)).name() == name:
-            group._register_backend(cpu, custom, backend)
+            for device in (cpu, torch.device("cuda")):
+                group._register_backend(device, custom, backend)
             group._set_default_backend(custom)
 
 

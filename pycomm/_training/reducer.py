@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copyreg
 import functools
 import operator
@@ -22,7 +23,7 @@ from pycomm._training.buckets import Bucket, Slab
 from pycomm._training.handshake import NO_ERRORS, BackwardHandshake, Errors, Phase, compare
 from pycomm._training.parameters import ParamOwnership
 from pycomm.collectives import broadcast
-from pycomm.errors import PycommError
+from pycomm.errors import GroupUnusable, PycommError
 
 if TYPE_CHECKING:
     from pycomm._training.buckets import WeightedMean
@@ -246,7 +247,9 @@ class Reducer:
             try:
                 self.strategy.send(bucket, self._next, self.weighing)
             except PycommError:
-                self.handshake.wait()  # raises the error that caused this one, if there is one
+                # Raises the error that caused this one, if there is one; this one may be the cause.
+                with contextlib.suppress(GroupUnusable):
+                    self.handshake.wait()
                 raise
             bucket.sent = True
             self._next += 1

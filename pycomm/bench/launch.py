@@ -11,9 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import spawn
 
+from pycomm._runtime import torch_distributed
 from pycomm._runtime.sockets import first_of_node
+from pycomm._runtime.threads import Deadline
 
 LOOPBACK = first_of_node()
 
@@ -59,12 +63,12 @@ def run(
         args: its arguments.
         ranks: how many processes to spawn.
         timeout: seconds that a rank may wait for another in torch.distributed.
-        backend: torch.distributed's, for CPU tensors.
-        device: ``"cuda"`` adds NCCL for CUDA tensors, if every rank has a GPU of its own.
+        backend: torch.distributed's.
+        device: ``"cuda"`` adds NCCL to Gloo, for CUDA tensors, if every rank has a GPU of its own.
     """
     if under_torchrun():
-        limit = timedelta(seconds=timeout)
-        dist.init_process_group(timeout=limit, **_backends(backend, device))
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        _enter(store, rank, size, timeout, backend, device)
         _call(body, args)
     elif under_mpi():
         _join_mpi(timeout, backend, device)
@@ -120,17 +124,15 @@ def _join(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # By default Gloo looks up the host's name, which containers often cannot resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    limit, backends = timedelta(seconds=timeout), _backends(backend, device)
-    dist.init_process_group(store=store, rank=rank, world_size=ranks, timeout=limit, **backends)
+    _enter(store, rank, ranks, timeout, backend, device)
 
 
-def _backends(backend: str, device: str) -> dict[str, Any]:
-    """What ``init_process_group`` gets. NCCL refuses ranks that share a GPU."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if device == "cpu" or ranks > torch.cuda.device_count() or not dist.is_nccl_available():
-        return {"backend": backend}
-    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return {"backend": f"cpu:{backend},cuda:nccl", "device_id": own}
+def _enter(store: Store, rank: int, ranks: int, timeout: float, backend: str, device: str) -> None:
+    if backend == "gloo" and device == "cuda":
+        torch_distributed.join(store, rank, ranks, Deadline(timeout))
+        return
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
 
 
 def _call(body: Callable[..., object], args: tuple[Any, ...]) -> None:

@@ -159,27 +159,96 @@ def test_refusals_name_the_operation_and_leave_the_group_usable() -> None:
     assert "float32, got bxor" in first[1]
 
 
-def dies(rank: int, _size: int) -> tuple[int, str] | None:
+def leaves(rank: int, _size: int, how: str) -> tuple[int, str] | None:
     x = torch.ones(100, device="cuda")
     dist.all_reduce(x)
     torch.cuda.synchronize()
     if rank == 1:
         dist.destroy_process_group()
         return None
+    work = dist.all_reduce(x, async_op=True)  # nobody has looked whether it has failed
+    calls = {
+        "wait": work.wait,
+        "operation": lambda: dist.all_reduce(torch.ones(3, device="cuda")),
+        "end": dist.destroy_process_group,
+    }
     try:
-        for _ in range(2):
-            dist.all_reduce(x, async_op=True).wait()
-            torch.cuda.synchronize()
+        calls[how]()
     except pycomm.CollectiveError as error:
         return error.rank, type(error).__name__
     return None
 
 
-def test_a_rank_that_leaves_is_named() -> None:
-    with helpers.Ranks(2, member, "pycomm", dies) as ranks:
+@pytest.mark.parametrize("how", ["wait", "operation", "end"])
+def test_a_rank_that_leaves_is_named(how: str) -> None:
+    with helpers.Ranks(2, member, "pycomm", leaves, how) as ranks:
         outcome = ranks.wait_for([0])[0]
         assert outcome.value is not None, outcome.trace
         assert outcome.value[0] == 1
+
+
+def after_the_end(_rank: int, _size: int) -> float:
+    """A work may be waited for after the group is gone."""
+    x = torch.ones(100, device="cuda")
+    work = dist.all_reduce(x, async_op=True)
+    group = dist.new_group()
+    dist.destroy_process_group(group)
+    backend = backend_of(dist.group.WORLD, CUDA)
+    backend.shutdown()
+    work.wait()
+    return x.sum().item()
+
+
+def test_a_work_outlives_its_group() -> None:
+    assert run(2, after_the_end) == [200.0, 200.0]
+
+
+def bound(rank: int, size: int, store: str) -> list[Any]:
+    """With a device for the default group, torch splits groups from it."""
+    torch.cuda.set_device(rank)
+    own = torch.device("cuda", rank)
+    store = dist.FileStore(store, size)
+    dist.init_process_group(
+        "pycomm", store=store, rank=rank, world_size=size, device_id=own,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    found = []
+    first = dist.new_group([0])  # a group of rank 0 has other names on other ranks
+    half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("a", "b"))
+    for group in (half, mesh["a"].get_group(), mesh["b"].get_group()):
+        for device in ("cpu", own):
+            x = torch.full((3,), float(rank), device=device)
+            dist.all_reduce(x, group=group)
+            found.append(x[0].item())
+    if rank == 0:
+        dist.all_reduce(torch.ones(1, device=own), group=first)
+    dist.destroy_process_group()
+    return found
+
+
+def test_groups_are_split_from_one_with_a_device() -> None:
+    low, high = [1.0, 1.0], [5.0, 5.0]
+    columns = [[2.0, 2.0], [4.0, 4.0]]
+    expected = [half + columns[rank % 2] + half for rank, half in enumerate([low, low, high, high])]
+    assert helpers.run_ranks(4, bound) == expected
+
+
+def coalesced(rank: int, size: int) -> list[Any]:
+    x = [torch.full((4,), float(rank + i), device="cuda") for i in range(2)]
+    with dist._coalescing_manager(device=torch.device("cuda", torch.cuda.current_device())):
+        for part in x:
+            dist.all_reduce(part)
+    outputs = [[torch.empty(n, device="cuda") for n in (2, 2 * rank + 1)] for rank in range(size)]
+    given = [torch.full((n,), float(rank), device="cuda") for n in (2, 2 * rank + 1)]
+    dist.all_gather_coalesced(outputs, given)
+    return [x[0][0].item(), x[1][0].item(), [part.unique().tolist() for o in outputs for part in o]]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_coalesced_operations() -> None:
+    """Also with lists of which kernels can gather only some."""
+    assert run(2, coalesced) == [[1.0, 3.0, [[0.0], [0.0], [1.0], [1.0]]]] * 2
 
 
 def train(model: torch.nn.Module, rank: int, device: str) -> list[torch.Tensor]:

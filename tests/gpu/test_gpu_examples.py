@@ -10,7 +10,6 @@ import gpu_ranks
 import helpers
 import pages
 import pytest
-import torch
 
 import pycomm
 
@@ -136,19 +135,11 @@ def trained_on_both(rank, size, store, name, *more):
     from devices import CPU, device_of
 
     device = device_of("cuda", rank)
-    if gpu_ranks.EMULATED:
-        import emulated_groups
-
-        emulated_groups.serve_cuda_tensors()
-    backends.join(rank, size, store, f"cpu:pycomm,cuda:{'gloo' if gpu_ranks.EMULATED else 'nccl'}")
+    backends.join(rank, size, store)
     train = __import__(name).train
     return [train(STEPS, None, where, *more).losses for where in (device, CPU)]
 
 
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU per rank")
-
-
-@needs_two
 @pytest.mark.parametrize(
     ("name", "more"),
     [
