@@ -10,8 +10,8 @@
 #include "bind/dense_tensor.h"
 #include "bind/gil.h"
 #include "bind/python.h"
-#include "core/backend_table.h"
 #include "core/algorithms/table.h"
+#include "core/backend_table.h"
 
 namespace py = pybind11;
 
