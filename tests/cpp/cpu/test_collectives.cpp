@@ -1,6 +1,7 @@
 // Every collective and algorithm with ranks as threads, against plain integer arithmetic, under
 // random delays. Small staging areas make tiles, slots and pieces wrap around many times.
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "support/dice.h"
@@ -312,7 +313,7 @@ void two_groups() {
 // A rank that fails ends the waits of the others; the world cannot be without ranks.
 void local_worlds_fail() {
   cpu::LocalWorld world({2, 1}, {.timeout = 20});
-  int died = 0;
+  std::atomic<int> died{0};
   const auto fail = [&](int r) {
     if (r == 1) throw std::runtime_error("rank 1's own");
     try {
