@@ -46,7 +46,7 @@ def member(
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_random_sequences(size: int) -> None:
-    kinds = run(size, random_operations.sequence, size, 150, "cuda")
+    kinds = run(size, random_operations.sequence, size, 100, "cuda")
     assert set().union(*kinds) == random_operations.KINDS
 
 

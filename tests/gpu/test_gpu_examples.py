@@ -33,23 +33,14 @@ def said_by(program, *options, launcher=()):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
         ("spawn_ddp.py", ["--epochs", "1"], "epoch 1: loss 1.1"),  # 1.1300 on the CPU
-        pytest.param(
-            "split_model.py",
-            ["--steps", "5"],
-            "    5  3.2728  3.2728",  # as on the CPU
-            marks=pytest.mark.slow,
-        ),
+        ("split_model.py", ["--steps", "5"], "    5  3.2728  3.2728"),  # as on the CPU
         ("primitives.py", [], "pycomm gave the same"),
-        pytest.param(
-            "survive.py",
-            ["--steps", "20", "--seed", "3", "--dtype", "bfloat16"],
-            "bit for bit",
-            marks=pytest.mark.slow,
-        ),
+        ("survive.py", ["--steps", "20", "--seed", "3", "--dtype", "bfloat16"], "bit for bit"),
     ],
 )
 def test_on_a_gpu(name, options, words):
