@@ -119,7 +119,7 @@ void* Connection::cuda_side(c10::Device device) {
 c10::Stream Connection::stream(c10::Device device) {
   const LockWithoutGil lock(making_stream_);
   if (!stream_ || stream_->device() != device) {
-    // Of high priority, because other ranks wait for its kernels.
+    // Its priority is high, because other ranks wait for its kernels.
     stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
   }
   return *stream_;

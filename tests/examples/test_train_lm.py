@@ -22,7 +22,7 @@ WAYS = {
     "accumulated": {"accumulate": 2, "compression": "int8", "grad_scaler": True},
     "parameters": {"dtype": "bfloat16", "accumulate": 2, "mode": "wrapper"},
 }
-# Of the loss after ten steps, which has fallen by a third.
+# The largest difference from one process, as a part of the loss, which ten steps reduce by a third.
 LOST = {"int8": 1e-3, "bfloat16": 1e-3, "scaled": 1e-3, "accumulated": 1e-3, "parameters": 5e-3}
 
 

@@ -416,6 +416,7 @@ def in_flight_when_dropped(group):
         check_steps(group, model, range(1))  # the first backward sends everything in its end
         fail(model, group.rank, step)
         del model
+        gc.collect()  # on all ranks now: the error and its frames are a cycle that holds the model
     check_steps(group, pycomm.DataParallel(Fragile()), range(1))
 
 
