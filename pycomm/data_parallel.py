@@ -288,7 +288,7 @@ class DataParallel(ModuleProxy):
             broadcast_all((tensor for _, tensor in named), last % self._group.size, self._group)
             increment_version(self._exchange.parameters)  # so that optimizers notice the write
         finally:
-            self._joined_steps = self._exchange.weighing = None
+            self._joined_steps = self._exchange.handshake.weighing = None
 
     def explain(self) -> ExchangePlan:
         """Explains where the buckets of gradients lie, and what their exchange costs.
@@ -473,9 +473,9 @@ class DataParallel(ModuleProxy):
             raise ValueError("weight must be given where gradients are exchanged, not elsewhere")
         if not syncing:
             return True
-        exchange.weighing = None
+        exchange.handshake.weighing = None
         if group is not None and (weight is not None or self._joined_steps is not None):
-            exchange.weighing = WeightedMean(1.0 if weight is None else weight, group)
+            exchange.handshake.weighing = WeightedMean(1.0 if weight is None else weight, group)
         if group is not None and self._joined_steps is not None:
             self._joined_steps += active
             exchange.handshake.expect(active)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -111,7 +110,7 @@ class Group:
         self._cuda: CudaSide | None = None
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         # Catches up with the exchange of gradients that the last forward has promised.
-        self._catch_up: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._catch_up: Callable[[], None] | None = None
         self._preserved = itertools.count()  # numbers of operations with preserve=True
         self._shrunk = 0  # how many times the first group has shrunk to become this one
         self._origin = self.name  # the first group's name
@@ -603,9 +602,8 @@ class Group:
 
         So a rank whose backward has raised can run other operations with the other ranks.
         """
-        catch_up = None if self._catch_up is None else self._catch_up()
-        if catch_up is not None:
-            catch_up()
+        if self._catch_up is not None:
+            self._catch_up()
 
     def _next_tag(self) -> int:
         """A number that distinguishes one user's operations; ranks compare it. 0 means none."""

@@ -13,6 +13,7 @@ import pycomm
 
 # Kernels without vectors: Inductor would compile programs to ask what the machine's vectors are.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a process of a test that aborts says where
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
 torch.set_num_threads(1)

@@ -49,11 +49,16 @@ class BackwardHandshake:
     Attributes:
         phase: see :class:`Phase`.
         latest: the number of the last forward; None if it was inside of a backward.
+        weighing: the ranks' weights in the next exchange, if they differ.
+        exchange: what carries out the exchange, while a backward runs or has raised. If the wrapper
+            is dropped then, this rank can still take part in the other ranks' exchange.
     """
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
         self.latest: int | None = None
+        self.weighing: WeightedMean | None = None
+        self.exchange: object = None
         self._numbers = itertools.count()
         self._forwards: set[int] = set()  # forwards without a backward
         self._left: set[int] = set()  # forwards before the last exchange that got no backward
@@ -88,14 +93,14 @@ class BackwardHandshake:
         """Records whether a backward will come; ``join()`` knows it without a promise."""
         self.phase = Phase.PROMISED if backward else Phase.IDLE
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, exchange: object) -> None:
         """Begins a backward."""
-        self.phase = Phase.BACKWARD
+        self.phase, self.exchange = Phase.BACKWARD, exchange
 
     def leave_backward(self) -> None:
         """Ends a backward without an exchange; the exchange is still to come."""
         if self.phase is Phase.BACKWARD:
-            self.phase = Phase.PROMISED
+            self.phase, self.exchange = Phase.PROMISED, None
 
     def enter(self, forward: int | None) -> None:
         """Records that the running backward has passed an output of this forward."""
@@ -111,34 +116,29 @@ class BackwardHandshake:
         """True if a backward that passed no outputs has used up the running one's exchange."""
         return not self._taken.isdisjoint(self._entered)
 
-    def announce(
-        self, group: Group, weighing: WeightedMean | None, after_averages: bool = False
-    ) -> None:
+    def announce(self, group: Group, after_averages: bool = False) -> None:
         """Announces an exchange before it sends anything; only the first call has an effect.
 
         Args:
             group: the ranks.
-            weighing: this rank's weight, if ranks have weights.
             after_averages: True if averages of an earlier backward come first.
         """
         if self._sums is None:
-            self._sums = _announcement(True, after_averages, weighing)
+            self._sums = self._announcement(True, after_averages)
             self._work = all_reduce(self._sums, "sum", group=group, async_op=True)
 
-    def is_broken(self, group: Group, weighing: WeightedMean | None) -> bool:
+    def is_broken(self, group: Group) -> bool:
         """In another forward: true if other ranks are in the exchange; this rank must join it."""
-        announced = self.ask(group, weighing)
+        announced = self.ask(group)
         if not announced:  # so forwards left from before will get no backward
             self._forwards -= self._left
             self._left = set()
         return announced
 
-    def ask(
-        self, group: Group, weighing: WeightedMean | None = None, announces: bool = False
-    ) -> bool:
+    def ask(self, group: Group, announces: bool = False) -> bool:
         """Outside of a backward: true if any rank announces an exchange."""
         if self._sums is None:
-            sums = all_reduce(_announcement(announces, False, weighing), "sum", group=group)
+            sums = all_reduce(self._announcement(announces, False), "sum", group=group)
             if not sums[0]:
                 return False
             self._sums = sums
@@ -173,15 +173,13 @@ class BackwardHandshake:
         self._taken -= self._entered
         self._left, self._entered = set(self._forwards), set()
         self.phase = Phase.PROMISED if self._forwards else Phase.IDLE
+        self.exchange = None
         self.withdraw()
 
-
-def _announcement(
-    announces: bool, after_averages: bool, weighing: WeightedMean | None
-) -> torch.Tensor:
-    """What this rank contributes; ranks with and without weights raise Mismatch."""
-    weights = () if weighing is None else (weighing.weight,)
-    return host.tensor([announces, after_averages, *weights], dtype=torch.float64)
+    def _announcement(self, announces: bool, after_averages: bool) -> torch.Tensor:
+        """What this rank contributes; ranks with and without weights raise Mismatch."""
+        weights = () if self.weighing is None else (self.weighing.weight,)
+        return host.tensor([announces, after_averages, *weights], dtype=torch.float64)
 
 
 class Errors(NamedTuple):

@@ -26,8 +26,8 @@ from pycomm.collectives import broadcast
 from pycomm.errors import GroupUnusable, PycommError
 
 if TYPE_CHECKING:
-    from pycomm._training.buckets import WeightedMean
     from pycomm._training.strategy import Strategy
+    from pycomm.group import Group
 
 # Tensors in a module's outputs, and their paths in autograd's graph.
 
@@ -77,6 +77,18 @@ def leads_to(node: Node, parameters: Container[int]) -> bool:
 
 # The wrapper's exchange of gradients, while backward computes them.
 
+
+def _keep_promise(
+    exchange: weakref.ref[Reducer], handshake: BackwardHandshake, over: weakref.ref[Group]
+) -> None:
+    """Catches up with the promised exchange of a wrapper, which may be gone on some ranks only."""
+    reducer, group = exchange(), over()
+    if reducer is not None:
+        reducer.catch_up()
+    elif handshake.open and group is not None:
+        handshake.is_broken(group)
+
+
 _version_of = operator.attrgetter("_version")
 
 
@@ -96,7 +108,6 @@ class Reducer:
         members: the same parameters, with a check that they are still this module's.
         handshake: the phase between a forward and the end of its exchange.
         has_local: True if gradients have come that no exchange has averaged since.
-        weighing: the ranks' weights in the next exchange, if they differ.
     """
 
     def __init__(
@@ -126,25 +137,29 @@ class Reducer:
         self._stepped = [p for p in self.parameters if id(p) not in renormed]
         self._versions: list[int] = []
         self.handshake = BackwardHandshake()
-        self.weighing: WeightedMean | None = None
         self.members = ParamOwnership(module, self.parameters, arrived)
 
     def promise_backward(self, inside_backward: bool) -> None:
         """Promises an exchange; see :meth:`BackwardHandshake.note_forward`."""
         self.handshake.note_forward(inside_backward)
-        self._group._catch_up = weakref.WeakMethod(self.catch_up)
+        if (group := self._state.gradient_group) is not None:
+            self._group._catch_up = functools.partial(
+                _keep_promise, weakref.ref(self), self.handshake, weakref.ref(group)
+            )
 
     def catch_up(self) -> None:
         """Takes part in the others' exchange if this rank's backward has raised."""
         if not self.handshake.open:
             return
         group = self._state.gradient_group
-        if group is not None and self.handshake.is_broken(group, self.weighing):
+        if group is not None and self.handshake.is_broken(group):
             if not self.handshake.in_backward:
                 # Gradients that this rank has dropped since do not matter.
                 noted = self.handshake.after_averages
                 if noted:
-                    self.strategy.average_noted(self.parameters, self.weighing is not None)
+                    self.strategy.average_noted(
+                        self.parameters, self.handshake.weighing is not None
+                    )
                 self._reset(noted)
             self._exchange_nothing(raised=True)
         self.handshake.leave_backward()
@@ -175,7 +190,7 @@ class Reducer:
         self.catch_up()
         if group is not None and self.handshake.ask(group, announces=self.has_local):
             learned = self._ready, self._had_backward
-            self._ready = self.weighing = None
+            self._ready = self.handshake.weighing = None
             self._reset()
             self._exchange_rest()
             self._ready, self._had_backward = learned  # the next backward shows the order
@@ -219,16 +234,16 @@ class Reducer:
 
     def _complete_last(self) -> None:
         """Averages gradients that the last backward has left to a step, before others are added."""
-        if not self.strategy.has_pending(self.parameters, self.weighing is not None):
+        if not self.strategy.has_pending(self.parameters, self.handshake.weighing is not None):
             return
         if (group := self._state.gradient_group) is not None:
-            self.handshake.announce(group, self.weighing, after_averages=True)
+            self.handshake.announce(group, after_averages=True)
             self.average()
 
     def _reset(self, noted: bool = False) -> None:
         """Prepares for a backward; see :meth:`Strategy.begin`."""
         self.strategy.begin(self.parameters, noted)
-        self.handshake.begin_backward()
+        self.handshake.begin_backward(self)
         self._next = 0
         self._versions = list(map(_version_of, self._stepped))
         if self._ready is not None:
@@ -245,7 +260,7 @@ class Reducer:
             if self._next == 0:
                 self._announce()
             try:
-                self.strategy.send(bucket, self._next, self.weighing)
+                self.strategy.send(bucket, self._next, self.handshake.weighing)
             except PycommError:
                 # Raises the error that caused this one, if there is one; this one may be the cause.
                 with contextlib.suppress(GroupUnusable):
@@ -258,9 +273,9 @@ class Reducer:
         """Announces the exchange; with weights, waits for their sum."""
         if (group := self._state.gradient_group) is None:
             return
-        self.handshake.announce(group, self.weighing, self.strategy.sends_averages)
-        if self.weighing is not None:
-            self.weighing.total = self.handshake.total_weight()
+        self.handshake.announce(group, self.strategy.sends_averages)
+        if (weighing := self.handshake.weighing) is not None:
+            weighing.total = self.handshake.total_weight()
 
     @not_compiled
     def _end_backward(self, first: Node | None, creates_graph: bool) -> None:
@@ -286,7 +301,7 @@ class Reducer:
         for bucket in self._buckets:
             if bucket.waiting:
                 unused.update(map(id, bucket.complete()))
-        if self.weighing is not None and self.weighing.is_zero:
+        if (weighing := self.handshake.weighing) is not None and weighing.is_zero:
             unused = set(map(id, self.parameters))
         self._start_full(last=True)
         self.handshake.wait()
@@ -320,7 +335,7 @@ class Reducer:
         self._drop_gradients()
         try:
             self._announce()  # other ranks count this rank's weight
-            self.weighing = None
+            self.handshake.weighing = None
             self._exchange_rest(raised)
         finally:
             self._drop_gradients()
