@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 from hypothesis import settings
+from parts import of_part
 
 import pycomm
 
@@ -21,21 +22,17 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-PARTS = 5
-
-
 def pytest_addoption(parser):
-    parser.addoption("--part", type=int, help="of the tests marked slow, only a fifth, 0 to 4")
+    parser.addoption("--part", type=int, help="0 to 4: a fifth of the long tests and of many sets")
 
 
 def pytest_collection_modifyitems(config, items):
     part = config.getoption("part")
     if part is None:
         return
-    slow = sorted(item.nodeid for item in items if item.get_closest_marker("slow"))
-    left_out = set(slow) - set(slow[part::PARTS])
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
+    kept = of_part(part, [(each.nodeid, bool(each.get_closest_marker("slow"))) for each in items])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
 
 
 @pytest.fixture(autouse=True)

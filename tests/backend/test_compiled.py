@@ -59,6 +59,7 @@ def compiled_tensor_parallel(_rank, size):
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_tensor_parallel_model():
     backends.run(2, compiled_tensor_parallel)

@@ -160,6 +160,7 @@ def test_uncompressed_training_has_the_same_bits(mesh_shape, policy):
     same(default, backends.run(size, trained, "none", mesh_shape, policy, 5))
 
 
+@pytest.mark.slow
 @KINDS
 def test_int8_training_converges(mesh_shape, policy):
     """All ranks have the same parameters, and losses are about those without compression."""

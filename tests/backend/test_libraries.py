@@ -122,6 +122,7 @@ def under_lightning(rank, size, tensor_parallel_size):
     return module.losses, dist.get_backend()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_lightning_s_model_parallel_strategy(tensor_parallel_size):
     losses, _ = alone(STEPS, parts=2)

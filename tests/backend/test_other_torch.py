@@ -121,6 +121,7 @@ def logged(process, text):
     return text in process.log.read_text()
 
 
+@pytest.mark.slow
 def test_ranks_that_start_at_once_compile_once(environment, start, tmp_path):
     environment["MAY_END"] = str(tmp_path / "may end")
     ranks = [start(environment, rank, 2) for rank in range(2)]
@@ -133,6 +134,7 @@ def test_ranks_that_start_at_once_compile_once(environment, start, tmp_path):
     assert calls(environment) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_process_does_not_hold_the_lock(environment, start, tmp_path):
     environment["MAY_END"] = str(tmp_path / "may end")
     killed = start(environment)

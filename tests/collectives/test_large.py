@@ -8,6 +8,7 @@ import pycomm
 COUNT = 2**31 + 8
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_more_elements_than_an_int_can_count(world):
     """Two ranks with tensors that differ at both ends and around 2^31."""

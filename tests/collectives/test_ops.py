@@ -156,6 +156,7 @@ def test_compiled_in_processes():
     assert everyone == torch.cat([expected, 2 * expected]).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "compression"), [("aot_eager", ""), ("inductor", ""), ("inductor", "int8:128")]
 )

@@ -211,6 +211,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["with a guard", "without a guard"])
 def test_a_worker_of_a_data_loader_is_no_rank(tmp_path, how):
     """Workers inherit torchrun's environment; spawned ones import the script once more."""

@@ -1,8 +1,10 @@
 """Failures one after another: survivors keep working, and hold no more than before."""
 
+import pytest
 import soaking
 
 
+@pytest.mark.slow
 def test_survivors_of_many_failures_hold_no_more_than_before():
     seen = soaking.soak(6, pause=0.4)
     assert seen["wrong"] == []

@@ -72,6 +72,7 @@ def test_a_death_elsewhere_is_noticed_while_the_carrier_is_busy(tmp_path, nodes)
     assert all(outcome.value[1] - killed < 3 for outcome in outcomes[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [[3], [1, 1], [2, 1]], ids=str)
 def test_time_in_which_all_are_stopped_does_not_count(tmp_path, nodes):
     size = sum(nodes)

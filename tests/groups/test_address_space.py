@@ -48,6 +48,7 @@ with pycomm.LocalWorld(2) as world:
 """
 
 
+@pytest.mark.slow
 def test_groups_take_the_address_space_that_they_use():
     """Too little of it is an exception."""
     ends = programs.run_all(
@@ -109,6 +110,7 @@ with pycomm.LocalWorld(1) as world:
     )
 
 
+@pytest.mark.slow
 def test_memory_between_operations_can_be_given_back():
     program = """
 import re, torch, pycomm

@@ -40,6 +40,7 @@ def one_cycle():
         world.run(use)
 
 
+@pytest.mark.slow
 def test_two_hundred_worlds_of_threads():
     for _ in range(20):
         one_cycle()

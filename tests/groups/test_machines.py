@@ -21,6 +21,7 @@ from pycomm._runtime.threads import Deadline
 SUMS = "import restricted; print([restricted.sums(nodes) for nodes in ([2], [1, 1])])"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "proc", ["-t proc -o subset=pid proc", "-t tmpfs tmpfs"], ids=["without /proc/sys", "no /proc"]
 )
@@ -130,6 +131,7 @@ for nodes in ("aa", "ab"):
 """
 
 
+@pytest.mark.slow
 def test_a_node_with_ipv6_only(tmp_path):
     """Groups on one node and between nodes, which grow."""
     setup = IPV6_ONLY.format(hosts=tmp_path / "hosts")

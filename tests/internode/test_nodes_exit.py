@@ -1,6 +1,7 @@
 """Processes of a group that spans nodes come to their end while others go on."""
 
 import programs
+import pytest
 
 # Rank 1 ends while rank 0's interpreter finalizes: no thread that waits there may wake up.
 SCRIPT = """
@@ -77,6 +78,7 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
 
 
+@pytest.mark.slow
 def test_who_exits_while_others_go_on_ends_well():
     """Also with a pending operation that the other rank never joins, and after an interrupt."""
     texts = {

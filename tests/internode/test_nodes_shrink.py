@@ -333,6 +333,7 @@ def stop_in_the_middle(group, folder):
         return "Timeout", time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_stopped_does_not_hold_the_others_for_ever(tmp_path):
     with spanning.ranks([1, 1, 1, 1], stop_in_the_middle, str(tmp_path), timeout=20) as ranks:
         found = [outcome.value for outcome in ranks.wait_for([1, 2], 90)]

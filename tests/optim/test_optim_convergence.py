@@ -1,10 +1,12 @@
 """Training survives states in fewer bits; the short form of ``python -m convergence.states``."""
 
+import pytest
 from convergence import states
 
 STEPS = 60
 
 
+@pytest.mark.slow
 def test_states_in_8_bits_end_in_the_band_and_a_coarser_code_outside():
     good, bad = states.judge((0,), STEPS, [("8bit", None), ("8bit", "codes flattened")])
     assert abs(good.difference) <= states.BAND < abs(bad.difference)

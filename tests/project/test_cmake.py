@@ -22,6 +22,7 @@ def built(folder, *options):
     return folder
 
 
+@pytest.mark.slow
 def test_build_folder(tmp_path):
     """It serves without being installed, and hands on its headers, C++20 and nothing else."""
     library = built(tmp_path / "library")

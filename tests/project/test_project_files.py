@@ -260,6 +260,7 @@ def test_environment_variables_are_documented():
     assert read == {"PYCOMM_CUDA", "PYCOMM_LOG", "PYCOMM_STRICT"}
 
 
+@pytest.mark.slow
 def test_compile_commands(tmp_path):
     """They name all sources, and folders of headers that exist."""
     bin_ = Path(sys.executable).parent

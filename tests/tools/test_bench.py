@@ -25,6 +25,7 @@ def run_session(rank, size, store, argv):
     collectives.run(cli.parse(argv))
 
 
+@pytest.mark.slow
 def test_compressions_compete(tmp_path):
     """All compressions run beside uncompressed; impossible cases are left out and named once."""
     path = tmp_path / "results.json"
@@ -229,6 +230,7 @@ def is_rank(pid):
     return path.exists() and "spawn_main" in path.read_text()
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them():
     """Ctrl-C that only the parent hears, while the ranks work."""
     command = "-m pycomm.bench all_reduce -b 8 -e 8 -n 2000000 --timeout 300"

@@ -20,6 +20,7 @@ def measure_shards(rank, size, store, path):
     sharding.run(cli.parse(what.split()))
 
 
+@pytest.mark.slow
 def test_shard_benchmark(tmp_path):
     path = tmp_path / "shard.json"
     run_ranks(2, measure_shards, str(path))

@@ -288,6 +288,7 @@ def compiled(group):
     return graphs
 
 
+@pytest.mark.slow
 def test_compiled():
     """The model is one graph: the wrapper's work before and after it is not compiled."""
     for graphs in helpers.run_group(2, compiled):

@@ -76,6 +76,7 @@ def compiled_outside(group, name):
     return train(group, ddp.network(), name, {}, wrap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "body"), sweep.half_of(["int8", "topk"], [compiled_inside, compiled_outside])
 )

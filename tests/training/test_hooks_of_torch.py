@@ -355,6 +355,7 @@ def compiled(group, name):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATELESS)
 def test_a_compiled_model(name):
     runs = helpers.run_group(2, compiled, name)

@@ -384,6 +384,7 @@ def resume_experts(group, case, shard, folder):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "shard"),
     [(CASES[0], "optimizer"), (CASES[3], "gradients"), (CASES[5], None)],

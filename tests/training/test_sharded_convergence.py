@@ -16,6 +16,7 @@ def check(steps, storages):
         assert verdict.as_claimed, verdict
 
 
+@pytest.mark.slow
 def test_sharded_training_has_the_bits_and_the_loss_of_unsharded_training():
     check(8, ["fp32"])
 

@@ -139,6 +139,7 @@ def killed_at_random(seed):
     return check(3, deaths, elements=200_000, states="8bit", shard=rng.choice(SHARDS))
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_at_random():
     for seed in range(2):
         killed_at_random(seed)

@@ -148,6 +148,7 @@ def killed_at_random(seed):
     check(nodes, deaths, **options)
 
 
+@pytest.mark.slow
 def test_ranks_are_killed_at_random():
     for seed in range(2):
         killed_at_random(seed)

@@ -20,6 +20,7 @@ def test_error_reset_ends_near_uncompressed_training_and_feedback_above():
     assert abs(reset.differences[0]) < 0.01 < feedback.differences[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_the_library_ends_where_a_simulation_does(kind):
     for setting, method in (
