@@ -6,11 +6,12 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 # More than two cores have, because ranks that wait in tests leave cores idle.
 JOBS ?= 4
-# Of the mutants, the long tests and the kernels' element types, the fifth to run, 0 to 4, and which of
-# the other versions of torch; all of them if it is empty.
-PART ?=
+# Of the mutants, the long tests, the parameter sets of tests with many and the kernels' element types,
+# the fifth to run, 0 to 4, and which of the other versions of torch; all of them if it is empty.
+# "make test" alone takes today's.
+test: PART ?= $(shell expr $$(date +%s) / 86400 % 5)
 # --once gives a test that fails no second try.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python tests/run.py $(if $(PART),--part $(PART)) $(TRIES) -n $(JOBS)
+TESTS = OMP_NUM_THREADS=1 $(BIN)/python tests/run.py $(if $(PART),--part $(PART)) $(TRIES) -n $(JOBS)
 # Compute capabilities for which the kernels are compiled and read.
 ARCHITECTURES ?= 80 90 100
 
@@ -36,8 +37,10 @@ $(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(shell find csrc -type f
 demo: $(VENV)/.built
 	@$(BIN)/python examples/demo.py
 
+# Which of the Python tests it runs.
+MARKED ?= not gpu and not slow
 test: $(VENV)/.built cpp-test
-	@$(TESTS) tests
+	@$(TESTS) -m "$(MARKED)" tests
 
 # The long tests, which "test" leaves out: torch's own tests of backends, the wheel, training, fuzz.
 test-slow: $(VENV)/.built

@@ -3,7 +3,8 @@
 # the mutants of the code they check, and the long tests, in the build folder of cpp-test. "racecheck"
 # searches the kernels and mutants of them for races, in the build folder of tsan. "emulator" builds
 # what tests in Python need to run the kernels on the CPU.
-#   run.sh WHAT [PART]    with PART, 0 to 4, only a fifth of the mutants and the long tests
+#   run.sh WHAT [PART]    with PART, 0 to 4, only a fifth of the mutants and the long tests, and
+#                         under a sanitizer every other test
 set -eu
 folder="build/$1" target=all tests="-LE mutant|race|long" mutants="" sanitize="" python=""
 objects="$PWD/build/objects"  # with the extension's code, of csrc/cpu
