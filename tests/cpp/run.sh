@@ -3,8 +3,8 @@
 # the mutants of the code they check, and the long tests, in the build folder of cpp-test. "racecheck"
 # searches the kernels and mutants of them for races, in the build folder of tsan. "emulator" builds
 # what tests in Python need to run the kernels on the CPU.
-#   run.sh WHAT [PART]    with PART, 0 to 4, only a fifth of the mutants and the long tests, and
-#                         under a sanitizer every other test
+#   run.sh WHAT [PART]    with PART, 0 to 4, only a fifth of the mutants, the long tests, and the tests
+#                         of each program, and every other program under a sanitizer
 set -eu
 folder="build/$1" target=all tests="-LE mutant|race|long" mutants="" sanitize="" python=""
 objects="$PWD/build/objects"  # with the extension's code, of csrc/cpu
@@ -19,6 +19,7 @@ case "$1" in
   asan) sanitize=address objects="" ;;
   *) echo "usage: $0 cpp-test|mutants|emulator|tsan|racecheck|asan [PART]" >&2; exit 2 ;;
 esac
+case "$1" in cpp-test|tsan|asan) export PYCOMM_PART="${2-}" ;; esac
 export TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_leaks=1
 
 # Runs a command, whose output appears only if it fails.
