@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from pycomm._runtime.log import cuda_made, fallback
 from pycomm._runtime.torch_private import (
     backward_id,
     environment,
+    run_backward,
     symmetric_handle,
     symmetric_tensor,
 )
@@ -24,6 +27,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pycomm._runtime.lifetime import Member
+
+
+@atexit.register
+def _await_autograd() -> None:
+    """Waits until autograd's thread of each GPU in use has released the last backward.
+
+    When backward has returned, the thread may still hold Python objects of it. If it releases them
+    while the interpreter ends, Python up to 3.13 ends the thread inside of a destructor, and C++
+    aborts the process. A thread releases one backward before it takes the next.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    with contextlib.suppress(RuntimeError):  # the device has failed
+        for index in range(torch.cuda.device_count()):
+            if torch.cuda.memory_stats(index).get("reserved_bytes.all.current", 0) > 0:
+                one = torch.ones((), device=torch.device("cuda", index))
+                root = torch.zeros_like(one, requires_grad=True).clone()
+                run_backward((root,), (one,), False, False, (), True, accumulate_grad=True)
 
 
 class CudaSide:

@@ -63,6 +63,8 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 backward_node: Callable[[], Any] = torch._C._current_autograd_node
 # Runs a function at the end of the backward on this thread.
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+# torch.autograd.backward() without its checks, and without the Python objects that it adds.
+run_backward: Callable[..., tuple[torch.Tensor, ...]] = Variable._execution_engine.run_backward
 # 1 if two elements of a tensor share memory, 0 if none do, 2 if it is not known.
 internal_overlap: Callable[[torch.Tensor], int] = torch._debug_has_internal_overlap
 # True if torch's profiler runs in this process.

@@ -172,6 +172,7 @@ REPLACED = {
     "is_available": lambda: True,
     "is_current_stream_capturing": lambda: device.is_captured(),
     "is_initialized": lambda: True,
+    "memory_stats": lambda _=None: {"reserved_bytes.all.current": 1},
     "set_sync_debug_mode": lambda mode: device.let_wait(mode != "error"),
     "set_device": lambda to: device.set_device(_device(to).index),
     "set_rng_state": lambda *_: None,

@@ -5,6 +5,8 @@ Gradients are given, so that they do not depend on a device's matrix products.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import ddp
@@ -136,3 +138,29 @@ def train_beside_torch(group: pycomm.Group, kind: torch.dtype) -> None:
 def test_autocast_has_the_bits_of_torchs_own_exchange(kind: torch.dtype) -> None:
     """Torch's own goes over Gloo, which takes tensors of real devices only."""
     gpu_ranks.run(2, gpu_ranks.PEER, train_beside_torch, kind)
+
+
+SLOWLY_RELEASED = """
+import os, time, torch, pycomm._runtime.cuda
+from torch.autograd import Variable
+
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # so that autograd's thread lags behind
+
+class Callback:
+    def __call__(self):
+        pass
+    def __del__(self):
+        time.sleep(0.3)
+
+x = torch.ones(4, device="cuda", requires_grad=True)
+x.register_hook(lambda _: Variable._execution_engine.queue_callback(Callback()))
+(x * 2).sum().backward()
+"""
+
+
+def test_a_process_that_ends_right_after_backward_ends_well():
+    """Autograd's thread may still hold Python objects of the backward."""
+    done = subprocess.run(
+        [sys.executable, "-c", SLOWLY_RELEASED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
