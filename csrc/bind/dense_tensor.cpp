@@ -107,7 +107,7 @@ bool increment_version_by_python(PyObject* tensor) {
 }
 
 TensorReader reader{watched_by_python, view_by_dlpack, release_by_python,
-                    increment_version_by_python};
+                    increment_version_by_python, nullptr};
 
 }  // namespace
 
@@ -128,15 +128,17 @@ py::object Keeper::into_object() && {
   return py::capsule(std::exchange(memory_, nullptr), [](void* memory) { reader.release(memory); });
 }
 
-bool view_dense_tensor(PyObject* object, DenseTensor& view) {
+bool view_tensor(PyObject* object, DenseTensor& view) {
   DLTensor tensor;
   if (Py_TYPE(object) != torch().tensor_type) return false;
   view.keeper = Keeper(reader.view(object, &tensor));
   if (!view.keeper) return false;
   const std::optional<Element> element =
       element_of(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
-  if (tensor.device.device_type != kDLCPU || !element) return false;
+  const bool on_cuda = tensor.device.device_type == kDLCUDA;
+  if ((tensor.device.device_type != kDLCPU && !on_cuda) || !element) return false;
 
+  view.device = on_cuda ? tensor.device.device_id : kOnHost;
   view.element = *element;
   view.dims = tensor.ndim;
   view.shape = tensor.shape;
@@ -154,6 +156,16 @@ bool view_dense_tensor(PyObject* object, DenseTensor& view) {
   return true;
 }
 
+bool view_dense_tensor(PyObject* object, DenseTensor& view) {
+  return view_tensor(object, view) && view.device == kOnHost;
+}
+
 bool increment_version(PyObject* tensor) { return reader.increment_version(tensor); }
+
+bool records_streams() { return reader.record_stream != nullptr; }
+
+bool record_stream(PyObject* tensor, std::uintptr_t& stream) {
+  return reader.record_stream(tensor, stream);
+}
 
 }  // namespace pycomm::bind

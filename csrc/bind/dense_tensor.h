@@ -31,9 +31,12 @@ class Keeper {
   void* memory_ = nullptr;
 };
 
-// A dense, contiguous CPU tensor.
+inline constexpr int kOnHost = -1;
+
+// A dense, contiguous tensor.
 struct DenseTensor {
   void* data = nullptr;
+  int device = kOnHost;  // or the index of a CUDA device
   Element element = Element::u8;
   std::int64_t count = 0;
   int dims = 0;
@@ -48,12 +51,22 @@ void set_tensor_reader(const pybind11::object& capsule);
 // calls.
 bool calls_are_watched();
 
-// False, without an error, unless the object is a dense, contiguous CPU tensor of a supported type and
-// of torch's own class, for which autograd records nothing. Such a tensor does not overlap itself.
+// False, without an error, unless the object is a dense, contiguous tensor of a supported type and of
+// torch's own class, on the CPU or on CUDA, for which autograd records nothing. Such a tensor does not
+// overlap itself.
+bool view_tensor(PyObject* object, DenseTensor& view);
+// The same, only on the CPU.
 bool view_dense_tensor(PyObject* object, DenseTensor& view);
 
 // Tells autograd, which may have saved the tensor, that its content changes. False with an error if
 // that is not allowed.
 bool increment_version(PyObject* tensor);
+
+// True if record_stream() can be called.
+bool records_streams();
+
+// Tells the allocator that the current stream of a CUDA tensor's device uses its memory. False with an
+// error if that fails.
+bool record_stream(PyObject* tensor, std::uintptr_t& stream);
 
 }  // namespace pycomm::bind

@@ -12,6 +12,7 @@
 #include "bind/python.h"
 #include "core/algorithms/table.h"
 #include "core/backend_table.h"
+#include "cuda/group.h"
 
 namespace py = pybind11;
 
@@ -201,6 +202,7 @@ PyObject* own_compressions;  // a tuple of classes: set once, with the compresse
 struct Names {
   PyObject* default_group;
   PyObject* handle;
+  PyObject* cuda;
   PyObject* dtype;
   PyObject* codec;
   PyObject* momentum;
@@ -287,6 +289,27 @@ cpu::Group* engine_of(PyObject* group) {
   return static_cast<cpu::Group*>(engine);
 }
 
+// The group's kernels on a device, held; nothing if the call is to be examined in Python, which also
+// makes them.
+struct Kernels {
+  py::object holder;
+  cuda::Group* group = nullptr;
+};
+Kernels kernels_of(PyObject* group, int device) {
+  Kernels found;
+  const auto side = py::reinterpret_steal<py::object>(PyObject_GetAttr(group, names.cuda));
+  if (side && !side.is_none()) {
+    found.holder = py::reinterpret_steal<py::object>(PyObject_GetAttr(side.ptr(), names.handle));
+  }
+  if (!found.holder) {
+    PyErr_Clear();
+  } else if (!found.holder.is_none() && records_streams()) {
+    auto& kernels = found.holder.cast<cuda::Group&>();
+    if (kernels.device() == device) found.group = &kernels;
+  }
+  return found;
+}
+
 // Arguments that are names or numbers.
 struct Choices {
   Algorithm algorithm;
@@ -364,9 +387,11 @@ bool same_shape(const DenseTensor& a, const DenseTensor& b) {
 // Reads the tensors. False unless they go together.
 inline bool read_tensors(Tensors& tensors) {
   DenseTensor &from = tensors.from, &to = tensors.other;
-  if (!view_dense_tensor(tensors.input, from)) return false;
+  if (!view_tensor(tensors.input, from)) return false;
   if (tensors.output == tensors.input) return true;
-  if (!view_dense_tensor(tensors.output, to) || to.element != from.element) return false;
+  if (!view_tensor(tensors.output, to) || to.element != from.element || to.device != from.device) {
+    return false;
+  }
   const bool in_place = from.data == to.data && from.count == to.count;
   return in_place || !overlap(from, to);
 }
@@ -510,6 +535,18 @@ PyObject* submit(cpu::Group& engine, const Call& call, Tensors& tensors) {
   return made;
 }
 
+// Enqueues a call on the current stream. What it returns is complete in the stream's order.
+PyObject* enqueue(const Kernels& kernels, const Call& call, const Tensors& tensors, bool waits) {
+  std::uintptr_t stream = 0;
+  if (!record_stream(tensors.input, stream)) return nullptr;
+  if (tensors.output != tensors.input && !record_stream(tensors.output, stream)) return nullptr;
+  {
+    const WithoutGil no_gil;
+    kernels.group->run(call, stream);
+  }
+  return waits ? Py_NewRef(tensors.returned) : PyObject_CallOneArg(ours.work_type, Py_None);
+}
+
 // The result of a call, or null with an error. Nothing: Python examines the call.
 inline std::optional<PyObject*> run(const Function& function, const Arguments& given) {
   PyObject* const async_op = given[Argument::async_op];
@@ -533,6 +570,13 @@ inline std::optional<PyObject*> run(const Function& function, const Arguments& g
        !read_tensors(tensors) || !read_count(collective, ranks, tensors, count))) {
     return {};
   }
+  const bool on_host = tensors.from.device == kOnHost;
+  Kernels kernels;
+  if (!on_host) {
+    if (function.compresses) return {};
+    kernels = kernels_of(group.ptr(), tensors.from.device);
+    if (kernels.group == nullptr) return {};
+  }
   Call call;
   Operation& operation = call.operation;
   operation.collective = collective;
@@ -546,6 +590,7 @@ inline std::optional<PyObject*> run(const Function& function, const Arguments& g
   if (function.compresses && !read_compression(given, tensors, call)) return {};
   if (!count_writes(given, tensors)) return nullptr;
   carry(operation, tensors.from.element);
+  if (!on_host) return enqueue(kernels, call, tensors, waits);
   if (!waits) return submit(*engine, call, tensors);
   {
     const WithoutGil no_gil;
@@ -602,16 +647,16 @@ py::object short_way_first(const py::object& whole_way, const std::string& doc) 
 }  // namespace
 
 void bind_fast_call(py::module_& m) {
-  m.def("set_up_short_way",
-        [](py::object group_type, py::dict module, py::dict ops, py::dict algorithms,
-           py::object work_type, const py::object& reader) {
-          set_tensor_reader(reader);
-          const auto interned = [](const char* text) { return PyUnicode_InternFromString(text); };
-          names = {interned("_default"), interned("_short_way"), interned("dtype"),
-                   interned("codec"),    interned("momentum"),   interned("seed")};
-          ours = {group_type.release().ptr(), module.release().ptr(), ops.release().ptr(),
-                  algorithms.release().ptr(), work_type.release().ptr()};
-        });
+  m.def(
+      "set_up_short_way", [](py::object group_type, py::dict module, py::dict ops,
+                             py::dict algorithms, py::object work_type, const py::object& reader) {
+        set_tensor_reader(reader);
+        const auto interned = [](const char* text) { return PyUnicode_InternFromString(text); };
+        names = {interned("_default"), interned("_short_way"), interned("_cuda"), interned("dtype"),
+                 interned("codec"),    interned("momentum"),   interned("seed")};
+        ours = {group_type.release().ptr(), module.release().ptr(), ops.release().ptr(),
+                algorithms.release().ptr(), work_type.release().ptr()};
+      });
   m.def("set_compressions_of_short_way",
         [](py::tuple compressions) { own_compressions = compressions.release().ptr(); });
   m.def("short_way_first", &short_way_first);

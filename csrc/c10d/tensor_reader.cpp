@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "c10d/request.h"
+#include "c10d/stream_order.h"
 #include "c10d/tensor_reader.h"
 
 namespace pycomm::c10d {
@@ -51,7 +52,20 @@ bool increment_version(PyObject* object) {
   }
 }
 
-constexpr TensorReader kReader{watched, view, release, increment_version};
+bool record_stream(PyObject* object, std::uintptr_t& stream) {
+  at::Tensor tensor = THPVariable_Unpack(object);
+  try {
+    const c10::Stream current = current_stream(tensor.device());
+    tensor.record_stream(current);
+    stream = reinterpret_cast<std::uintptr_t>(current.native_handle());
+    return true;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return false;
+  }
+}
+
+constexpr TensorReader kReader{watched, view, release, increment_version, record_stream};
 
 }  // namespace
 

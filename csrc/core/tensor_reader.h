@@ -2,6 +2,8 @@
 // own C++ calls for an ordinary tensor, which take a tenth of the time of those through Python.
 #pragma once
 
+#include <cstdint>
+
 struct _object;  // PyObject
 
 namespace pycomm {
@@ -18,6 +20,9 @@ struct TensorReader {
   // Tells autograd, which may have saved the tensor, that its content changes. False with an error if
   // that is not allowed.
   bool (*increment_version)(_object* tensor);
+  // Tells the allocator that the current stream of a CUDA tensor's device uses its memory. False with an
+  // error if that fails. Null if only Python can do it.
+  bool (*record_stream)(_object* tensor, std::uintptr_t& stream);
 };
 
 inline constexpr const char* kTensorReaderName = "pycomm.tensor_reader";

@@ -216,6 +216,7 @@ HostRegistration::~HostRegistration() { (void)cudaHostUnregister(reinterpret_cas
 
 Endpoint::Endpoint(EndpointOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
 Endpoint::~Endpoint() = default;
+int Endpoint::device() const { return impl_->options.device; }
 
 void Endpoint::check(const Operation& operation, const void* input) const {
   if (stays_in_node(operation.collective)) {

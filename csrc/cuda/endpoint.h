@@ -92,6 +92,7 @@ class Endpoint {
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
+  int device() const;
   // Throws std::invalid_argument if the window is too small for the operation, or must hold its input
   // and does not.
   void check(const Operation& operation, const void* input) const;

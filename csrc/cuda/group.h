@@ -28,6 +28,7 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
+  int device() const { return endpoint_->device(); }
   // Enqueues an uncompressed operation on the stream. A failure here aborts the group; the next call, or
   // check(), raises a failure in the kernel.
   void run(const Call& call, std::uintptr_t stream, const Sharding& sharding = {});

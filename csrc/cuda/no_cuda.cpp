@@ -30,6 +30,7 @@ HostRegistration::HostRegistration(int, std::uintptr_t, std::int64_t) { unavaila
 HostRegistration::~HostRegistration() = default;
 Endpoint::Endpoint(EndpointOptions) { unavailable(); }
 Endpoint::~Endpoint() = default;
+int Endpoint::device() const { unavailable(); }
 void Endpoint::check(const Operation&, const void*) const { unavailable(); }
 bool Endpoint::fits(const std::vector<Part>&) const { unavailable(); }
 void Endpoint::launch(const Operation&, const void*, void*, std::uintptr_t, const Extras&) {

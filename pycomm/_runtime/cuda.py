@@ -74,6 +74,9 @@ class CudaSide:
         self.shares_device = shared is not None
         self._size = group.size
         self._core = _C.CudaGroup(group._core, endpoint, shared)
+        # What C enqueues operations with; None if Python has to look at each.
+        has_one_way = not self.shares_device and len(group.nodes) == 1
+        self._short_way = self._core if has_one_way else None
         self._heap = heap
         self._heap_used = 0
         self._keep = keep  # the memory behind the windows
@@ -81,6 +84,7 @@ class CudaSide:
 
     def close(self) -> None:
         """Waits for all enqueued work, then releases the windows."""
+        self._short_way = None
         self._core.close()
         self._heap = self._keep = None
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 import threading
 import time
+from collections.abc import Callable
+from types import FrameType
 
 import gpu_ranks
 import pytest
@@ -243,3 +246,46 @@ def test_mixed_devices_are_refused() -> None:
         group = world.groups[0]
         with pytest.raises(ValueError, match="out must lie on"):
             pycomm.all_reduce(torch.ones(2, device="cuda"), out=torch.ones(2), group=group)
+
+
+def python_calls(function: Callable[[], object]) -> list[str]:
+    """The Python functions that a call runs, without itself."""
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return called[1:]
+
+
+def calls_of_each(group: pycomm.Group) -> dict[str, list[str]]:
+    whole, block = torch.ones(2, group.size, 3, device="cuda")[0], torch.ones(3, device="cuda")
+    mine = group.rank == 0
+    shared, of_all = group.empty(3, device="cuda").fill_(1), group.empty(6, device="cuda").fill_(1)
+    calls = {
+        "all_reduce": lambda: pycomm.all_reduce(block, group=group),
+        "out": lambda: pycomm.all_reduce(block, "avg", out=shared, group=group),
+        "async": lambda: pycomm.all_reduce(block, group=group, async_op=True),
+        "reduce": lambda: pycomm.reduce(block, 1, group=group),
+        "broadcast": lambda: pycomm.broadcast(block, group=group),
+        "reduce_scatter": lambda: pycomm.reduce_scatter(block, whole, group=group),
+        "all_gather": lambda: pycomm.all_gather(whole, block, group=group),
+        "all_to_all": lambda: pycomm.all_to_all(of_all.clone(), of_all, group=group),
+        "gather": lambda: pycomm.gather(shared, whole if mine else None, group=group),
+        "scatter": lambda: pycomm.scatter(block, of_all if mine else None, group=group),
+    }
+    for call in calls.values():
+        call()  # loads what is loaded at the first use
+    return {name: python_calls(call) for name, call in calls.items()}
+
+
+def test_an_operation_is_one_call_in_c() -> None:
+    for called in gpu_ranks.run(2, gpu_ranks.PEER, calls_of_each, cuda_heap_bytes=1 << 20):
+        assert called.pop("async") == ["__init__", "__del__"]  # of the Work
+        assert not any(called.values()), called
