@@ -75,13 +75,14 @@ def run(
         _call(body, args)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the children as they load OpenMP
-        store = _host_store()
+        store = host_store()
         arguments = (ranks, store.port, timeout, backend, device, body, args)
         # Daemons: they end when this process does, by Ctrl-C for example.
         spawn(_spawned, arguments, nprocs=ranks, daemon=True)  # type: ignore[no-untyped-call]
 
 
-def _host_store() -> TCPStore:
+def host_store() -> TCPStore:
+    """The store in which ranks of this machine meet, in this process."""
     return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
 
 
@@ -95,7 +96,7 @@ def _spawned(
     body: Callable[..., object],
     args: tuple[Any, ...],
 ) -> None:
-    _join(TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout, backend, device)
+    join(TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout, backend, device)
     _call(body, args)
 
 
@@ -103,14 +104,19 @@ def _join_mpi(timeout: float, backend: str, device: str) -> None:
     from mpi4py import MPI
 
     rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    store = _host_store() if rank == 0 else None
+    store = host_store() if rank == 0 else None
     port = MPI.COMM_WORLD.bcast(store.port if store is not None else None)
     store = store or TCPStore(LOOPBACK, port, is_master=False)
-    _join(store, rank, ranks, timeout, backend, device)
+    join(store, rank, ranks, timeout, backend, device)
 
 
-def _join(
-    store: TCPStore, rank: int, ranks: int, timeout: float, backend: str, device: str
+def join(
+    store: TCPStore,
+    rank: int,
+    ranks: int,
+    timeout: float,
+    backend: str = "gloo",
+    device: str = "cpu",
 ) -> None:
     """Enters torch.distributed, and sets what torchrun would have set."""
     os.environ |= {

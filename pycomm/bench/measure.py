@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,7 +103,7 @@ def interleave(
         warmup_iters: untimed calls before each block; by default a tenth of the block.
     """
     gc.disable()
-    counts = _fitting(group, runs) if iters is None else [iters] * len(runs)
+    counts = fitting(group, runs) if iters is None else [iters] * len(runs)
     blocks = [_split(count) for count in counts]
     samples: list[list[list[int]]] = [[] for _ in runs]
     for number in range(len(blocks[0])):
@@ -129,7 +129,7 @@ def barrier_us(group: pycomm.Group, calls: int = 2000) -> float:
     return _figures(group, [[_block(group, run, calls // 10, calls)]])[0].p50_us
 
 
-def _fitting(group: pycomm.Group | None, runs: list[Prepared]) -> list[int]:
+def fitting(group: pycomm.Group | None, runs: Sequence[Prepared]) -> list[int]:
     """The calls of each contestant that fit into the budget: the same numbers on every rank."""
     pilots = [min(_block(group, run, PILOT_CALLS, PILOT_CALLS)) for run in runs]
     return [min(max(int(BUDGET_S * 1e9 / ns), FEWEST), MOST) for ns in _slowest(group, pilots)]
@@ -146,8 +146,8 @@ def _slowest(group: pycomm.Group | None, samples: list[int]) -> list[int]:
 
 def _block(group: pycomm.Group | None, run: Prepared, warmup: int, calls: int) -> list[int]:
     """Nanoseconds of each call in a sequence, on this rank."""
-    call, clock = _synchronised(run, run.call), time.perf_counter_ns
-    rewrite = _synchronised(run, run.rewrite)
+    device, clock = run.source.device.type, time.perf_counter_ns
+    call, rewrite = (synchronised(each, device) for each in (run.call, run.rewrite))
 
     def sample() -> int:
         rewrite()
@@ -162,9 +162,9 @@ def _block(group: pycomm.Group | None, run: Prepared, warmup: int, calls: int) -
     return [sample() for _ in range(calls)]
 
 
-def _synchronised(run: Prepared, function: Callable[[], object]) -> Callable[[], object]:
-    """The function, complete when it returns."""
-    if run.source.device.type == "cpu":
+def synchronised(function: Callable[[], object], device: str) -> Callable[[], object]:
+    """The function, whose work on the device is complete when it returns."""
+    if device == "cpu":
         return function
 
     def call() -> None:

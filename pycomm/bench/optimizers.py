@@ -180,11 +180,9 @@ def make_sizes(settings: OptimizerBenchSettings) -> list[int]:
 def make_params(settings: OptimizerBenchSettings, dtype: torch.dtype) -> list[torch.nn.Parameter]:
     """Makes parameters with random gradients."""
     params = []
-    generator = torch.Generator(settings.device).manual_seed(0)
+    torch.manual_seed(0)
     for size in make_sizes(settings):
-        values, grad = (
-            torch.randn(size, generator=generator, device=settings.device) for _ in range(2)
-        )
+        values, grad = (torch.randn(size, device=settings.device) for _ in range(2))
         params.append(torch.nn.Parameter(values.to(dtype)))
         params[-1].grad = grad.to(dtype)
     return params

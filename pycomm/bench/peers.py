@@ -57,6 +57,14 @@ class AbsentError(RuntimeError):
     """A peer cannot take part; the message says why."""
 
 
+NCCL_NEEDS = "needs torch with NCCL and a GPU per rank"
+
+
+def may_have_nccl(ranks: int) -> bool:
+    """True if ranks that are processes of this machine can exchange over NCCL."""
+    return dist.is_nccl_available() and torch.cuda.device_count() >= ranks
+
+
 @dataclass(frozen=True, kw_only=True)
 class TorchPeer(Contestant):
     """A backend of torch.distributed: Gloo on the CPU, NCCL on GPUs."""
@@ -72,8 +80,8 @@ class TorchPeer(Contestant):
     @staticmethod
     def nccl() -> list[Contestant]:
         """NCCL, one GPU per rank."""
-        if not dist.is_nccl_available() or torch.cuda.device_count() < dist.get_world_size():
-            raise AbsentError("needs torch with NCCL and a GPU per rank")
+        if not may_have_nccl(dist.get_world_size()):
+            raise AbsentError(NCCL_NEEDS)
         group = dist.new_group(backend="nccl")
         return [TorchPeer(impl="nccl", process_group=group, device="cuda")]
 
@@ -194,7 +202,7 @@ COLLECTIVES: dict[str, Callable[[], list[Contestant]]] = {
 
 
 OPTIMIZERS = ("torch", "deepspeed")
-_TORCH = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+TORCH_RULES = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
 def make_optimizer(
@@ -217,9 +225,9 @@ def make_optimizer(
     device = params[0].device.type
     made: torch.optim.Optimizer
     if peer == "torch":
-        if name not in _TORCH:
+        if name not in TORCH_RULES:
             raise ValueError(f"torch.optim has no {name}")
-        made = _TORCH[name](params, fused=True, **options)
+        made = TORCH_RULES[name](params, fused=True, **options)
     else:
         if name not in ("adam", "adamw") or device != "cpu":
             raise ValueError(f"DeepSpeed's CPUAdam is no {name} on {device}")

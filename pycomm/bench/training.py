@@ -47,12 +47,14 @@ class TrainingSettings(RankSettings):
         parameters: approximate parameters of the model.
         batch: rows of each rank.
         modes: some of `MODES`.
+        device: where the model is.
         bucket_cap_mb: as in DistributedDataParallel, whose default is not one number.
     """
 
     parameters: int
     batch: int
     modes: tuple[str, ...] = ()
+    device: str = "cpu"
     bucket_cap_mb: float | None = None
 
 
@@ -152,7 +154,7 @@ def make_module_and_rows(
     )
     generator = torch.Generator().manual_seed(1 + rank)
     rows = torch.randn(settings.batch, WIDTH, generator=generator)
-    return module.to(dtype), rows.to(dtype)
+    return module.to(settings.device, dtype), rows.to(settings.device, dtype)
 
 
 def exchange_nothing(state: object, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ARG001

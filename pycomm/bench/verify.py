@@ -217,10 +217,10 @@ def count_wrong_gradients(trained: nn.Module, alone: nn.Module) -> int:
     for ours, theirs in zip(trained.parameters(), alone.parameters(), strict=True):
         assert ours.grad is not None
         assert theirs.grad is not None
-        mean = theirs.grad.clone()
+        mean = theirs.grad.to("cpu", copy=True)
         dist.all_reduce(mean)
         mean /= dist.get_world_size()
-        wrong += (~((ours.grad - mean).abs() <= TOLERANCE * mean.abs().max())).sum()
+        wrong += (~((ours.grad.cpu() - mean).abs() <= TOLERANCE * mean.abs().max())).sum()
     dist.all_reduce(wrong)
     return int(wrong)
 
