@@ -111,10 +111,7 @@ def _joined(store: TCPStore, rank: int, ranks: int) -> Iterator[pycomm.Group]:
     """The ranks' group, on torch.distributed and, where there are GPUs, on one of them."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # random numbers differ between ranks, as gradients do
-    device = "cpu"
-    if torch.cuda.is_available():
-        device = "cuda"
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     launch.join(store, rank, ranks, TIMEOUT_S, device=device)
     try:
         with pycomm.init(timeout=TIMEOUT_S) as group:

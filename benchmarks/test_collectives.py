@@ -11,7 +11,7 @@ import torch
 import pycomm
 from benchmarks.ranks import Ranks
 from pycomm._inputs import ALGORITHMS
-from pycomm.bench import peers, verify
+from pycomm.bench import launch, peers, verify
 from pycomm.bench.contestants import Case, Compressed, Contestant, Pycomm
 from pycomm.bench.measure import Prepared
 from pycomm.bench.report import KIB, MIB, human_bytes
@@ -46,8 +46,8 @@ def time(benchmark: Any, two_ranks: Ranks, device: str, fit: Callable[[int], int
     def run(
         name: str, collective: str, nbytes: int, dtype: str = "float32", op: str = "sum"
     ) -> None:
-        if name == TORCH and device == "cuda" and not peers.may_have_nccl(ranks):
-            pytest.skip(f"NCCL {peers.NCCL_NEEDS}")
+        if name == TORCH and device == "cuda" and (reason := launch.without_nccl(ranks)):
+            pytest.skip(f"NCCL {reason}")
         kind: torch.dtype = getattr(torch, dtype)
         case = Case(collective, kind, op, fit(nbytes) // kind.itemsize, ranks, device)
         benchmark.group = f"{collective}, {human_bytes(nbytes)}, {dtype}, {op}, {device}"

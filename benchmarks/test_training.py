@@ -8,11 +8,13 @@ import pytest
 
 import pycomm
 from benchmarks.ranks import Ranks
-from pycomm.bench import peers, training, verify
+from pycomm.bench import launch, training, verify
 from pycomm.bench.measure import Prepared
 from pycomm.bench.report import MIB
 
 IDLE = "idle"  # DistributedDataParallel without exchange, whose time is that of computing
+
+TORCH = "torch"  # DistributedDataParallel on the device's peer
 
 
 def make(
@@ -27,10 +29,12 @@ def make(
     return Prepared(trainee.rows, trainee.rows, trainee.step), wrong
 
 
-@pytest.mark.parametrize("name", [IDLE, *training.MODES, training.PEER])
+@pytest.mark.parametrize("name", [IDLE, *training.MODES, TORCH])
 def test_step(benchmark: Any, two_ranks: Ranks, device: str, name: str) -> None:
-    if name == training.PEER and device == "cuda" and not peers.may_have_nccl(two_ranks.group.size):
-        pytest.skip(f"NCCL {peers.NCCL_NEEDS}")
+    if name == TORCH:
+        name = training.PEERS[device]
+        if device == "cuda" and (reason := launch.without_nccl(two_ranks.group.size)):
+            pytest.skip(f"NCCL {reason}")
     benchmark.group = f"training step, {device}"
     parameters = 8 * MIB if benchmark.enabled else training.WIDTH**2
     settings = training.TrainingSettings(ranks=2, parameters=parameters, batch=8, device=device)

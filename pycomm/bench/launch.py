@@ -29,6 +29,13 @@ def require(*modules: str) -> None:
         raise SystemExit(f"needs {' and '.join(missing)}: pip install 'torch-pycomm[bench]'")
 
 
+def without_nccl(ranks: int) -> str | None:
+    """The reason why ranks on this machine cannot exchange over NCCL; None if they can."""
+    if dist.is_nccl_available() and torch.cuda.device_count() >= ranks:
+        return None
+    return "needs torch with NCCL and a GPU per rank"
+
+
 def under_torchrun() -> bool:
     """True if torchrun, or a launcher with its environment, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -134,6 +141,8 @@ def join(
 
 
 def _enter(store: Store, rank: int, ranks: int, timeout: float, backend: str, device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if backend == "gloo" and device == "cuda":
         torch_distributed.join(store, rank, ranks, Deadline(timeout))
         return

@@ -25,13 +25,17 @@ class Settings:
     Attributes:
         benchmark: the command line's first word.
         iters: timed calls of each contestant; None takes as many as fit into a fixed time.
+        warmup_iters: untimed calls before each round; None takes a tenth of the round's.
         json: the file to write.
+        plot: the picture to draw.
         command: the command line.
     """
 
     benchmark: str = ""
     iters: int | None = None
+    warmup_iters: int | None = None
     json: str | None = None
+    plot: str | None = None
     command: str = ""
 
 
@@ -56,6 +60,37 @@ class ResultRow(ABC):
         """The line of the table."""
 
 
+SPREAD = "      p50       p95       p99       max"  # above the columns of TimedRow.spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRow(ResultRow):
+    """A result with times; :class:`pycomm.bench.measure.Figures` says how they are taken.
+
+    Attributes:
+        iterations: the number of samples, each of which is the slowest rank's.
+        time_us: the time that ratios are made of.
+        p50_us: half of the samples take at most this time; `p95_us` and `p99_us`: 95 and 99 %.
+        max_us: the longest sample, over all ranks.
+    """
+
+    iterations: int
+    time_us: float
+    p50_us: float
+    p95_us: float
+    p99_us: float
+    max_us: float
+
+    @abstractmethod
+    def point(self) -> tuple[str, int, str]:
+        """Where a plot shows the row: the contestant, the size of the case, and what it counts."""
+
+    def spread(self, unit_us: float = 1.0) -> str:
+        """The columns of the percentiles and the maximum."""
+        times = (self.p50_us, self.p95_us, self.p99_us, self.max_us)
+        return " ".join(f"{time_us / unit_us:9.2f}" for time_us in times)
+
+
 AnyRow = TypeVar("AnyRow", bound=ResultRow)
 
 
@@ -71,7 +106,8 @@ class Results(Generic[AnyRow]):
     def __init__(self, settings: Settings, *, brief: bool = False, **facts: Any) -> None:
         self.meta = circumstances(settings.command) | facts
         self.rows: list[AnyRow] = []
-        self._path, self._brief = settings.json, brief
+        self._path, self._plot, self._brief = settings.json, settings.plot, brief
+        self._what = ""
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
 
     @property
@@ -81,6 +117,7 @@ class Results(Generic[AnyRow]):
 
     def begin(self, what: str, header: str, *notes: str) -> None:
         """Prints what is measured, and the header of the table."""
+        self._what = what
         self.comment(what, versions(self.meta), self._load("before"), *notes)
         if not self._brief:
             self.say(header)
@@ -92,9 +129,14 @@ class Results(Generic[AnyRow]):
             self.say(row.line())
 
     def end(self, *notes: str) -> None:
-        """Prints what comes below the table, and writes the file, if there is one."""
+        """Prints what comes below the table; writes the file and draws the plot that are wanted."""
         self.save()
         self.comment(self._load("after"), *notes)
+        timed = [row for row in self.rows if isinstance(row, TimedRow)]
+        if self._is_first and self._plot is not None and timed:
+            from pycomm.bench import plot  # matplotlib is not always there
+
+            plot.draw(self._plot, self._what, timed)
 
     def save(self) -> None:
         """Writes the file, if there is one."""

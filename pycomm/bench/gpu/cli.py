@@ -36,7 +36,8 @@ from pycomm.bench.gpu.cases import (
     topk_cases,
 )
 from pycomm.bench.gpu.machine import gpu, missing
-from pycomm.bench.report import MIB, ResultRow, Results, Settings
+from pycomm.bench.measure import percentile, summarise
+from pycomm.bench.report import MIB, SPREAD, Results, Settings, TimedRow
 from pycomm.bench.streams import Mix, streams
 
 # The device waits this long (1 ms) before every timed call, so that the host can run ahead.
@@ -50,16 +51,15 @@ Cases = Callable[[], AbstractContextManager[list[KernelCase]]]
 
 
 @dataclass(frozen=True)
-class KernelRow(ResultRow):
-    """One case.
+class KernelRow(TimedRow):
+    """One case, whose time is the median.
 
     Attributes:
         bytes: bytes that it must read from and write to device memory.
-        time_us: the median.
         share: `floor_us` divided by `time_us`.
         data_bytes: bytes of the tensors that it works on.
         floor_us: the time of a copy of `bytes` bytes in the same rounds.
-        p10_us: a tenth of the samples is below it; `p90_us`: above it.
+        p10_us: a tenth of the samples takes at most this time.
         wrong: the number of wrong elements; None if only tests check the results.
         base: the name of the row with which `over` compares: `over` is this time divided by its.
         peer: another way to compute the same; `peer_ratio` is its time divided by ours.
@@ -68,13 +68,10 @@ class KernelRow(ResultRow):
 
     name: str
     bytes: int
-    time_us: float
     share: float
     data_bytes: int
     floor_us: float
     p10_us: float
-    p90_us: float
-    samples: int
     wrong: int | None
     base: str | None = None
     over: float | None = None
@@ -92,8 +89,12 @@ class KernelRow(ResultRow):
         return (
             f"{self.name:40} {self.data_bytes / MIB:9.2f} {self.bytes / MIB:9.2f} "
             f"{self.time_us:10.2f} {self.floor_us:10.2f} {100 * self.share:7.1f} "
-            f"{self.p10_us:9.2f} {self.p90_us:9.2f} {over:>7} {peer:>12}  {', '.join(goals)}"
+            f"{self.p10_us:9.2f} {self.spread()} {over:>7} {peer:>12}  {', '.join(goals)}"
         ).rstrip()
+
+    def point(self) -> tuple[str, int, str]:
+        """See :meth:`TimedRow.point`."""
+        return self.name, self.data_bytes, "bytes"
 
 
 def sets(device: str) -> Iterator[tuple[str, Cases]]:
@@ -159,35 +160,34 @@ def make_rows(
 ) -> list[KernelRow]:
     """Makes rows from the samples."""
     repeats = {case.stem: case.repeats for case in cases}
-    times = {
-        name: statistics.median(taken) / repeats.get(name, 1) for name, taken in samples.items()
-    }
+    figures = {name: summarise([taken], repeats.get(name, 1)) for name, taken in samples.items()}
+    times = {name: each.p50_us for name, each in figures.items()}
     rows = []
     for case in cases:
         time_us, floor_us = times[case.stem], case.moved_bytes * copy_us_per_byte
-        tenths = [t / case.repeats for t in statistics.quantiles(samples[case.stem], n=10)]
         peer_us = times.get(f"{case.stem}, peer")
         over = time_us / times[case.base] if case.base else None
         share, ratio = floor_us / time_us, peer_us / time_us if peer_us else None
-        figures = {"time_us": time_us, "share": share, "over": over, "peer_ratio": ratio}
+        reached = {"time_us": time_us, "share": share, "over": over, "peer_ratio": ratio}
         rows.append(
             KernelRow(
                 name=case.name, bytes=case.moved_bytes, data_bytes=case.data_bytes,
-                floor_us=round(floor_us, 3), p10_us=round(tenths[0], 3),
-                p90_us=round(tenths[-1], 3), samples=len(samples[case.stem]),
+                floor_us=round(floor_us, 3),
+                p10_us=round(percentile(sorted(samples[case.stem]), 0.1) / case.repeats, 3),
                 wrong=wrong.get(case.stem), base=case.base and case.base + case.suffix,
                 peer=case.peer_name, peer_us=peer_us and round(peer_us, 3),
-                goals={str(goal): goal.reached(figures[goal.figure]) for goal in case.goals},
-                time_us=round(time_us, 4), share=round(share, 4), over=over and round(over, 4),
+                goals={str(goal): goal.reached(reached[goal.figure]) for goal in case.goals},
+                share=round(share, 4), over=over and round(over, 4),
                 peer_ratio=ratio and round(ratio, 4),
+                **figures[case.stem].columns() | {"time_us": round(time_us, 4)},
             )
         )  # fmt: skip
     return rows
 
 
-HEADER = """\
-# name                                        data     moved       time      floor   share       p10       p90    over  peer / ours  goals
-#                                            (MiB)     (MiB)       (us)       (us)     (%)      (us)      (us)"""  # noqa: E501
+HEADER = f"""\
+# name                                        data     moved       time      floor   share       p10 {SPREAD}    over  peer / ours  goals
+#                                            (MiB)     (MiB)       (us)       (us)     (%)      (us)      (us)      (us)      (us)      (us)"""  # noqa: E501
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
