@@ -65,7 +65,7 @@ gpu:
 
 # Prints why where there is no CUDA device.
 bench-gpu: $(VENV)/.built
-	$(BIN)/python -m pycomm.bench.gpu --json out/gpu.json
+	$(BIN)/python -m pycomm.bench gpu -J out/gpu.json
 
 # Trains in every mode, for minutes; the short form is among the tests.
 convergence: $(VENV)/.built

@@ -11,5 +11,5 @@ time that memory alone takes, `verify` checks results first, and `report` prints
 writes JSON. `peers` are the other libraries. Collectives also have `contestants`, a `floor`, and a
 `plot`.
 
-`gpu` has command lines of its own, which time every kernel on a GPU.
+`gpu` times every kernel on a GPU.
 """

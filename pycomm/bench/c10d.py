@@ -81,7 +81,7 @@ HEADER = f"""\
 #                                                          (us)      (us)      (us)      (us)      (us)  / this"""  # noqa: E501
 
 
-def run(settings: C10dSettings) -> None:
+def run(settings: C10dSettings) -> Results[C10dRow]:
     """Measures everything in the settings; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
         groups = {"gloo": dist.new_group(backend="gloo"), "pycomm": dist.group.WORLD}
@@ -92,6 +92,7 @@ def run(settings: C10dSettings) -> None:
             for nbytes in SIZES[operation]:
                 results.add(_run_case(settings, group, groups, operation, nbytes))
         results.end()
+    return results
 
 
 def _run_case(

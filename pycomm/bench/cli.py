@@ -26,7 +26,8 @@ from pycomm.bench import (
     training,
 )
 from pycomm.bench.contestants import REDUCTIONS
-from pycomm.bench.report import GIB, KIB, MIB, RankSettings, Settings, human_bytes
+from pycomm.bench.gpu import session
+from pycomm.bench.report import GIB, KIB, MIB, RankSettings, Results, Settings, human_bytes
 
 COLLECTIVES = {
     "all_reduce": "time all-reduces",
@@ -45,15 +46,17 @@ OPTIMIZER = (
     "however they are stored"
 )
 C10D = "time torch.distributed's operations on the backend pycomm, beside Gloo"
+GPU = "time every kernel on a GPU beside a copy and torch, and compare with goals"
 OVERLAP = "time training steps, and say how much of the exchange backward does not hide"
 STEP = "time training steps, pycomm's exchange beside that of DDP on Gloo"
 SHARD = "exchange and optimizer step together, with and without shard='optimizer'"
-BENCHMARKS: dict[str, tuple[type[Settings], Callable[[Any], None]]] = {
+BENCHMARKS: dict[str, tuple[type[Settings], Callable[[Any], Results[Any] | None]]] = {
     **dict.fromkeys(COLLECTIVES, (collectives.CollectiveSettings, collectives.run)),
     "codec": (codecs.CodecSettings, codecs.run),
     "optimizer": (optimizers.OptimizerBenchSettings, optimizers.run),
     "c10d": (c10d.C10dSettings, c10d.run),
     "overlap": (training.TrainingSettings, training.run_overlap),
+    "gpu": (session.GpuSettings, session.run),
     "step": (training.TrainingSettings, training.run_steps),
     "shard": (sharding.ShardSettings, sharding.run),
 }
@@ -71,14 +74,23 @@ UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses, starts the ranks if necessary, and runs."""
     settings = parse(argv)
-    _, run = BENCHMARKS[settings.benchmark]
     if isinstance(settings, RankSettings):
         backend = "pycomm" if settings.benchmark == "c10d" else "gloo"
         device = getattr(settings, "device", "cpu")
         options: dict[str, Any] = {"ranks": settings.ranks, "timeout": settings.timeout}
-        launch.run(run, settings, backend=backend, device=device, **options)
+        launch.run(measure, settings, backend=backend, device=device, **options)
     else:
-        run(settings)
+        measure(settings)
+
+
+def measure(settings: Settings) -> None:
+    """Runs a benchmark on this rank, and draws its table."""
+    _, run = BENCHMARKS[settings.benchmark]
+    results = run(settings)
+    if settings.plot is not None and results is not None and results.is_first and results.rows:
+        from pycomm.bench import plot  # matplotlib is not always there
+
+        plot.draw(settings.plot, results.what, results.rows)
 
 
 def parse(argv: Sequence[str] | None = None) -> Any:
@@ -155,6 +167,7 @@ def make_parser() -> argparse.ArgumentParser:
         _add_how_flags(command, name)
     _add_codec_flags(commands.add_parser("codec", help=CODEC, description=CODEC))
     _add_optimizer_flags(commands.add_parser("optimizer", help=OPTIMIZER, description=OPTIMIZER))
+    _add_gpu_flags(commands.add_parser("gpu", help=GPU, description=GPU))
     _add_c10d_flags(commands.add_parser("c10d", help=C10D, description=C10D))
     command = commands.add_parser("overlap", help=OVERLAP, description=OVERLAP)
     _add_training_flags(command, parameters=64 * MIB, batch=128)
@@ -244,6 +257,15 @@ def _add_shard_flags(command: argparse.ArgumentParser) -> None:
     add("--peer", dest="peers", type=some_of(peers.TRAINEES), default=peers.TRAINEES,
         metavar="PEER",
         help=f"others to time: {', '.join(peers.TRAINEES)} (default all)")  # fmt: skip
+
+
+def _add_gpu_flags(command: argparse.ArgumentParser) -> None:
+    names = tuple(name for name, _ in session.sets("cuda"))
+    add = command.add_argument
+    add("--only", type=some_of(names), default=names, metavar="SET",
+        help=f"{', '.join(names)} (default all)")  # fmt: skip
+    add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify results (default 1)")
+    _add_run_flags(command, f"timed calls (default {session.ROUNDS})")
 
 
 def _add_c10d_flags(command: argparse.ArgumentParser) -> None:

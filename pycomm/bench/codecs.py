@@ -92,7 +92,7 @@ HEADER = f"""\
 #                                                    (us)      (us)      (us)      (us)      (us)  (GB/s)  (GB/s)    (%)         (us)  / ours"""  # noqa: E501
 
 
-def run(settings: CodecSettings) -> None:
+def run(settings: CodecSettings) -> Results[CodecRow]:
     """Measures everything in the settings, prints and writes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -107,6 +107,7 @@ def run(settings: CodecSettings) -> None:
             for task in make_tasks(pycomm.parse_compression(codec), x):
                 results.add([_run_task(codec, task, x, settings)])
     results.end(*_compare(results.rows))
+    return results
 
 
 def _run_task(codec: str, task: CodecTask, x: torch.Tensor, settings: CodecSettings) -> CodecRow:

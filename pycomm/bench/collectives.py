@@ -24,6 +24,7 @@ from pycomm.bench.contestants import (
     Pycomm,
     make_row,
 )
+from pycomm.bench.gpu import machine
 from pycomm.bench.report import SPREAD, RankSettings, Results, human_bytes
 
 
@@ -52,7 +53,7 @@ HEADER = f"""\
 #        (B)   (elements)                                                                       (B)        (us)  (GB/s)  (GB/s)              (us)      (us)      (us)      (us) /floor"""  # noqa: E501
 
 
-def run(settings: CollectiveSettings) -> None:
+def run(settings: CollectiveSettings) -> Results[CollectiveRow]:
     """Measures everything in the settings; rank 0 prints, writes and plots."""
     group = pycomm.init(timeout=settings.timeout, cuda_heap_bytes=_cuda_heap_bytes(settings))
     torch.manual_seed(group.rank)  # random numbers differ between ranks, as gradients do
@@ -76,11 +77,14 @@ def run(settings: CollectiveSettings) -> None:
                 results.say(*compare(added))
             else:
                 results.add(added)
+    if settings.device == "cuda" and group.rank == 0:
+        results.meta["links_after"] = machine.links()
     results.meta["barrier_us_after"] = round(measure.barrier_us(group), 3)
     results.comment(*floor.describe(results.meta["floor"], settings.buffers))
     results.end(*compare(results.rows))
     alone.close()
     group.close()
+    return results
 
 
 def _begin(
@@ -96,6 +100,8 @@ def _begin(
         refused=refused,
         floor=[],
     )
+    if settings.device == "cuda" and group.rank == 0:
+        results.meta |= {"gpu": machine.gpu(), "links_before": machine.links()}
     results.meta["barrier_us_before"] = round(measure.barrier_us(group), 3)
     notes = [f"no {name}: {reason}" for name, reason in absent.items()]
     notes += [f"not compressed: {', '.join(refused)}"] if refused else []

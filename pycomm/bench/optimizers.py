@@ -126,7 +126,7 @@ HEADER = f"""\
 #                                                                                                               (us)      (us)      (us)      (us)"""  # noqa: E501
 
 
-def run(settings: OptimizerBenchSettings) -> None:
+def run(settings: OptimizerBenchSettings) -> Results[OptimizerRow]:
     """Measures everything in the settings, prints and writes."""
     torch.set_num_threads(settings.threads)
     results: Results[OptimizerRow] = Results(settings)
@@ -139,6 +139,7 @@ def run(settings: OptimizerBenchSettings) -> None:
         results.comment(*absent)
         results.add(_rows(task, task.compete(settings, settings.device), case))
     results.end()
+    return results
 
 
 def make_task(name: str, settings: OptimizerBenchSettings) -> tuple[Task, list[str]]:

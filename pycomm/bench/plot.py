@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from pycomm.bench.contestants import CollectiveRow
-from pycomm.bench.report import MIB, human_bytes
+from pycomm.bench.report import MIB, TimedRow, human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pycomm.bench.report import TimedRow
 
 # Okabe and Ito's colours, told apart by every kind of eye; the marks tell lines apart in print.
 OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
@@ -34,9 +33,14 @@ THEIRS = {
 }
 MARKS = {"pycomm": "o", "gloo": "s", "mpi": "D", "deepspeed": "^", "nccl": "v", "symm_mem": "P"}
 MOST_TICKS = 9
-FORMATS = {"bytes": human_bytes, "parameters": lambda count: f"{count / MIB:g}M"}
 
 Key = tuple[str, str, str, str, str, str]
+
+
+FORMS: dict[str, Callable[[int], str]] = {
+    "bytes": human_bytes,
+    "parameters": lambda count: f"{count / MIB:g}M",
+}
 
 
 def draw(path: str, title: str, rows: Sequence[TimedRow]) -> None:
@@ -72,7 +76,7 @@ def _draw_lines(rows: Sequence[TimedRow]) -> Figure:
     panel.set(ylabel="median time in µs (lower is better)", yscale="log")
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     unit = rows[0].point()[2]
-    _finish_panel(panel, sorted({row.point()[1] for row in rows}), FORMATS.get(unit, str), unit)
+    _finish_panel(panel, sorted({row.point()[1] for row in rows}), FORMS[unit], unit)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 

@@ -95,20 +95,26 @@ AnyRow = TypeVar("AnyRow", bound=ResultRow)
 
 
 class Results(Generic[AnyRow]):
-    """The results of a run: rank 0 prints them as they come, and writes them at the end.
+    """The results of a run: rank 0 prints and writes them as they come.
 
     Args:
         settings: gives the command and the file.
         brief: prints neither the table's header nor comments.
         facts: entries of `meta` besides the circumstances of the run.
+
+    Attributes:
+        meta: the circumstances.
+        rows: the table.
+        what: what is measured, in words.
+        is_first: True on the rank that prints.
     """
 
     def __init__(self, settings: Settings, *, brief: bool = False, **facts: Any) -> None:
         self.meta = circumstances(settings.command) | facts
         self.rows: list[AnyRow] = []
-        self._path, self._plot, self._brief = settings.json, settings.plot, brief
-        self._what = ""
-        self._is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._path, self._brief = settings.json, brief
+        self.what = ""
+        self.is_first = not dist.is_initialized() or dist.get_rank() == 0
 
     @property
     def place(self) -> str:
@@ -117,31 +123,27 @@ class Results(Generic[AnyRow]):
 
     def begin(self, what: str, header: str, *notes: str) -> None:
         """Prints what is measured, and the header of the table."""
-        self._what = what
+        self.what = what
         self.comment(what, versions(self.meta), self._load("before"), *notes)
         if not self._brief:
             self.say(header)
 
     def add(self, rows: Iterable[AnyRow]) -> None:
-        """Prints and keeps rows."""
+        """Prints and keeps rows; what comes later cannot lose them."""
         for row in rows:
             self.rows.append(row)
             self.say(row.line())
+        self.save()
 
     def end(self, *notes: str) -> None:
-        """Prints what comes below the table; writes the file and draws the plot that are wanted."""
+        """Prints what comes below the table, and writes the file, if there is one."""
         self.save()
         self.comment(self._load("after"), *notes)
-        timed = [row for row in self.rows if isinstance(row, TimedRow)]
-        if self._is_first and self._plot is not None and timed:
-            from pycomm.bench import plot  # matplotlib is not always there
-
-            plot.draw(self._plot, self._what, timed)
 
     def save(self) -> None:
         """Writes the file, if there is one."""
         self.meta["load_after"] = os.getloadavg()[0]
-        if self._is_first and self._path is not None:
+        if self.is_first and self._path is not None:
             write_json(self._path, self.meta, map(vars, self.rows))
 
     def comment(self, *lines: str) -> None:
@@ -151,7 +153,7 @@ class Results(Generic[AnyRow]):
 
     def say(self, *lines: str) -> None:
         """Prints lines."""
-        if self._is_first and lines:
+        if self.is_first and lines:
             print(*lines, sep="\n", flush=True)
 
     def _load(self, moment: str) -> str:

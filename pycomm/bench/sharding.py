@@ -93,7 +93,7 @@ HEADER = f"""\
 #                                                        (ms)     / this      (%)              (ms)      (ms)      (ms)      (ms)"""  # noqa: E501
 
 
-def run(settings: ShardSettings) -> None:
+def run(settings: ShardSettings) -> Results[ShardRow]:
     """Measures all schemes and sizes; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
         _, absent = peers.find(settings.peers, peers.load_trainee)
@@ -107,6 +107,7 @@ def run(settings: ShardSettings) -> None:
                 case = replace(settings, parameters=size, peers=present)
                 results.add(_run_case(scheme, case, group))
         results.end()
+    return results
 
 
 def _run_case(name: str, settings: ShardSettings, group: pycomm.Group) -> list[ShardRow]:

@@ -213,7 +213,7 @@ STEP_HEADER = f"""\
 #                          (ms)     (ms)       (ms)   / this              (ms)      (ms)      (ms)      (ms)"""  # noqa: E501
 
 
-def run_steps(settings: TrainingSettings) -> None:
+def run_steps(settings: TrainingSettings) -> Results[StepRow]:
     """Measures steps with all exchanges in the same rounds; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
         peer, notes = find_peer(settings, group)
@@ -241,6 +241,7 @@ def run_steps(settings: TrainingSettings) -> None:
             for name, errors in zip(names, wrong, strict=True)
         )
         results.end()
+    return results
 
 
 def find_peer(
@@ -351,13 +352,14 @@ OVERLAP_HEADER = f"""\
 #                                    (ms)       (ms)           (ms)       (ms)      (%)  mean (us)   p50              (ms)      (ms)      (ms)      (ms)"""  # noqa: E501
 
 
-def run_overlap(settings: TrainingSettings) -> None:
+def run_overlap(settings: TrainingSettings) -> Results[OverlapRow]:
     """Measures every mode in the settings; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
         results: Results[OverlapRow] = begin(settings, group, OVERLAP_HEADER)
         for mode in settings.modes:
             results.add([_measure_overlap(mode, settings, group)])
         results.end()
+    return results
 
 
 def _measure_overlap(mode: str, settings: TrainingSettings, group: pycomm.Group) -> OverlapRow:

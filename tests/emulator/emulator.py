@@ -127,6 +127,8 @@ def get_device_properties(of: Any = None) -> Any:
         major=9,
         minor=0,
         multi_processor_count=PROCESSORS,
+        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        L2_cache_size=0,
         uuid=uuid.UUID(int=(number + 1) << 100),
     )
 

@@ -21,6 +21,7 @@ def said_by(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_what_developers_compare() -> None:
     """Some of each kind, once."""
     some = "cuda and (all_reduce or training or int8-encode or fp32-adamw)"
@@ -41,6 +42,7 @@ def test_the_command_line() -> None:
     assert "no nccl: needs" in said or any(row[4] == "nccl" for row in rows)
 
 
+@pytest.mark.slow
 def test_steps_and_optimizers() -> None:
     """Without ranks, and with two of them."""
     rules = ["--name", "all", "--scheme", "fp16_master,bf16_remainder"]

@@ -14,7 +14,7 @@ import torch
 from helpers import join_world, run_group, run_ranks
 
 import pycomm
-from pycomm.bench import cli, codecs, collectives, measure, peers, plot, streams, verify
+from pycomm.bench import cli, codecs, measure, peers, plot, streams, verify
 from pycomm.bench.contestants import Case, Compressed, Pycomm
 from pycomm.bench.report import Settings
 
@@ -23,7 +23,7 @@ CASE = Case("all_reduce", torch.float32, "avg", 5000, 2, "cpu")
 
 def run_session(rank, size, store, argv):
     join_world(rank, size, store)
-    collectives.run(cli.parse(argv))
+    cli.measure(cli.parse(argv))
 
 
 @pytest.mark.slow

@@ -1,18 +1,15 @@
 """Measures speed on a GPU as shares of its copy bandwidth, compared with torch and with goals.
 
-``python -m pycomm.bench.gpu --json FILE``. Method and results: docs/performance.md.
+``python -m pycomm.bench gpu -J FILE``. Method and results: docs/performance.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import shlex
 import statistics
-import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,12 +21,14 @@ from pycomm._runtime.torch_private import keep_device_busy
 from pycomm.bench.gpu import ranks
 from pycomm.bench.gpu.cases import (
     CODEC_SIZES,
+    RULE_BYTES,
     STEP_SIZES,
     STEPS,
     Call,
     KernelCase,
     extreme_cases,
     int8_cases,
+    rule_cases,
     small_tensor_cases,
     step_cases,
     stream_cases,
@@ -37,6 +36,7 @@ from pycomm.bench.gpu.cases import (
 )
 from pycomm.bench.gpu.machine import gpu, missing
 from pycomm.bench.measure import percentile, summarise
+from pycomm.bench.optimizers import OPTIMIZERS
 from pycomm.bench.report import MIB, SPREAD, Results, Settings, TimedRow
 from pycomm.bench.streams import Mix, streams
 
@@ -48,6 +48,19 @@ COPY = "copy"
 LEAST_COPIED = 256 * MIB  # several times any L2
 
 Cases = Callable[[], AbstractContextManager[list[KernelCase]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSettings(Settings):
+    """A run, as asked for on the command line; see ``python -m pycomm.bench gpu -h``.
+
+    Attributes:
+        only: the sets to measure.
+        check: 0 leaves out the checks of results.
+    """
+
+    only: tuple[str, ...]
+    check: int = 1
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,8 @@ def sets(device: str) -> Iterator[tuple[str, Cases]]:
     for stem in STEPS:
         for nbytes, suffix in STEP_SIZES.items():
             yield stem + suffix, partial(step_cases, stem, nbytes, suffix, device)
+    for rule in OPTIMIZERS:
+        yield f"{rule}_rule", partial(rule_cases, rule, RULE_BYTES, device)
     for nbytes, suffix in CODEC_SIZES.items():
         yield f"int8{suffix}", partial(int8_cases, nbytes, suffix, device)
         yield f"topk{suffix}", partial(topk_cases, nbytes, suffix, device)
@@ -112,13 +127,15 @@ def sets(device: str) -> Iterator[tuple[str, Cases]]:
     yield "all_reduce_1KiB", partial(ranks.small_cases, device)
 
 
-def interleave(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+def interleave(
+    calls: Mapping[str, Call], rounds: int, warmup: int = WARM_UP
+) -> dict[str, list[float]]:
     """Times every call on the device, in microseconds, with a sample of each in every round.
 
     Each call finds in the L2 what the previous one has left there, and the order rotates.
     """
     for call in calls.values():
-        for _ in range(WARM_UP):
+        for _ in range(warmup):
             call()
     torch.cuda.synchronize()
     names = list(calls)
@@ -139,15 +156,17 @@ def interleave(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]
     return samples
 
 
-def measure(cases: list[KernelCase], device: str, rounds: int) -> list[KernelRow]:
+def measure(cases: list[KernelCase], device: str, settings: GpuSettings) -> list[KernelRow]:
     """Checks, then times cases, their peers and a copy together."""
-    wrong = {case.stem: case.wrong() for case in cases if case.wrong is not None}
+    checked = [case for case in cases if case.wrong is not None and settings.check]
+    wrong = {case.stem: case.wrong() for case in checked if case.wrong is not None}
     copied = max(cases[0].moved_bytes, LEAST_COPIED)
     (probe,) = streams(Mix(copied // 2, copied // 2), device).values()
     probe.source.normal_()
     calls = {COPY: probe.call} | {case.stem: case.call for case in cases}
     calls |= {f"{case.stem}, peer": case.peer for case in cases if case.peer is not None}
-    samples = interleave(calls, rounds)
+    warmup = WARM_UP if settings.warmup_iters is None else settings.warmup_iters
+    samples = interleave(calls, settings.iters or ROUNDS, warmup)
     copy_us = statistics.median(samples[COPY]) / copied  # per byte
     return make_rows(cases, samples, copy_us, wrong)
 
@@ -190,33 +209,11 @@ HEADER = f"""\
 #                                            (MiB)     (MiB)       (us)       (us)     (%)      (us)      (us)      (us)      (us)      (us)"""  # noqa: E501
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options from a command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench.gpu", description=__doc__.splitlines()[0] if __doc__ else None
-    )
-    names = [name for name, _ in sets("cuda")]
-    add = parser.add_argument
-    add("--rounds", type=int, default=ROUNDS, help=f"samples of each row (default {ROUNDS})")
-    add("--only", action="append", choices=names, metavar="SET",
-        help=f"repeatable; {', '.join(names)} (default all)")  # fmt: skip
-    add("--json", metavar="FILE", help="write results")
-    options = parser.parse_args(argv)
-    if options.rounds < 2:
-        parser.error("--rounds must be at least 2")
-    return options
-
-
 class KernelResults(Results[KernelRow]):
-    """Results that are in the file as soon as they are printed."""
+    """Results with the errors of sets that failed."""
 
     def __init__(self, settings: Settings, **facts: Any) -> None:
         super().__init__(settings, **facts, failed={})
-
-    def add(self, rows: Iterable[KernelRow]) -> None:
-        """Prints and keeps rows."""
-        super().add(rows)
-        self.save()
 
     def fail(self, name: str, error: Exception) -> None:
         """Records the error of a set; the other sets continue."""
@@ -230,30 +227,35 @@ class KernelResults(Results[KernelRow]):
         return not self.meta["failed"] and not any(row.wrong for row in self.rows)
 
 
-def run(options: argparse.Namespace, device: str = "cuda") -> KernelResults:
-    """Measures the selected sets."""
-    command = shlex.join(["python", "-m", "pycomm.bench.gpu", *sys.argv[1:]])
-    results = KernelResults(Settings(json=options.json, command=command), gpu=gpu())
-    results.begin(json.dumps(results.meta["gpu"]), HEADER)
+def run(settings: GpuSettings) -> KernelResults | None:
+    """Measures the selected sets; exits with status 1 if one failed or a result was wrong.
+
+    Where there is no GPU, it says so.
+    """
+    reason = missing()
+    if reason is not None:
+        print(f"skipped: {reason}")
+        return None
+    results = measure_sets(settings)
+    if not results.good():
+        raise SystemExit(1)
+    return results
+
+
+def measure_sets(settings: GpuSettings, device: str = "cuda") -> KernelResults:
+    """Measures the selected sets; one that fails does not keep the others from running."""
+    results = KernelResults(settings, gpu=gpu())
+    results.begin(f"kernels on {json.dumps(results.meta['gpu'])}", HEADER)
     for name, cases in sets(device):
-        if options.only and name not in options.only:
+        if name not in settings.only:
             continue
         try:
             with cases() as made:
-                results.add(measure(made, device, options.rounds))
+                results.add(measure(made, device, settings))
         except Exception as error:
             results.fail(name, error)
         made = []
         gc.collect()
         torch.cuda.empty_cache()
+    results.end()
     return results
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Measures, and returns the exit status."""
-    options = parse(argv)
-    reason = missing()
-    if reason is not None:
-        print(f"skipped: {reason}")
-        return 0
-    return 0 if run(options).good() else 1
