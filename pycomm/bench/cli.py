@@ -22,6 +22,7 @@ from pycomm.bench import (
     launch,
     optimizers,
     peers,
+    scaling,
     sharding,
     training,
 )
@@ -49,6 +50,7 @@ C10D = "time torch.distributed's operations on the backend pycomm, beside Gloo"
 GPU = "time every kernel on a GPU beside a copy and torch, and compare with goals"
 OVERLAP = "time training steps, and say how much of the exchange backward does not hide"
 STEP = "time training steps, pycomm's exchange beside that of DDP on Gloo"
+SCALING = "time training steps of more and more ranks, each with the same work"
 SHARD = "exchange and optimizer step together, with and without shard='optimizer'"
 BENCHMARKS: dict[str, tuple[type[Settings], Callable[[Any], Results[Any] | None]]] = {
     **dict.fromkeys(COLLECTIVES, (collectives.CollectiveSettings, collectives.run)),
@@ -58,12 +60,14 @@ BENCHMARKS: dict[str, tuple[type[Settings], Callable[[Any], Results[Any] | None]
     "overlap": (training.TrainingSettings, training.run_overlap),
     "gpu": (session.GpuSettings, session.run),
     "step": (training.TrainingSettings, training.run_steps),
+    "scaling": (scaling.ScalingSettings, scaling.run),
     "shard": (sharding.ShardSettings, sharding.run),
 }
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 CODEC_DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
 SCHEME_NAMES = tuple(optimizers.SCHEMES)
 ITERS_HELP = "timed calls (default: as many as fit into 0.25 s)"
+STEPS_HELP = "timed steps (default: 21, or as many as fit into 0.25 s)"
 COMPRESSION_HELP = "none, bf16, fp16, int8, int8:BLOCK, topk:DENSITY"
 COMPRESSIONS = ("none", "bf16", "fp16", "int8", "topk:0.01")
 DEVICES = ("cpu", "cuda")
@@ -116,7 +120,7 @@ def parse(argv: Sequence[str] | None = None) -> Any:
         arguments.buffers = ("tensor", "window") if buffer == "both" else (buffer,)
     elif arguments.benchmark == "codec":
         arguments.codecs = tuple(arguments.codecs or ("int8",))
-    elif arguments.benchmark in ("overlap", "step"):
+    elif arguments.benchmark in ("overlap", "step", "scaling"):
         _set_parameters(parser, arguments)
     kind, _ = BENCHMARKS[arguments.benchmark]
     names = [field.name for field in fields(kind) if hasattr(arguments, field.name)]
@@ -174,6 +178,9 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("step", help=STEP, description=STEP)
     _add_training_flags(command, parameters=25 * MIB, batch=8)
     _add_shard_flags(command)
+    command = commands.add_parser("scaling", help=SCALING, description=SCALING)
+    _add_model_flags(command, parameters=8 * MIB, batch=64)
+    _add_scaling_flags(command)
     return parser
 
 
@@ -233,6 +240,19 @@ def _add_codec_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch: int) -> None:
+    _add_model_flags(command, parameters, batch)
+    _add_rank_flags(command, STEPS_HELP)
+
+
+def _add_scaling_flags(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--ranks", dest="counts", type=counts, default=(1, 2), metavar="N,N,...",
+        help="numbers of processes to start (default 1,2)")  # fmt: skip
+    add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
+    _add_run_flags(command, STEPS_HELP)
+
+
+def _add_model_flags(command: argparse.ArgumentParser, parameters: int, batch: int) -> None:
     add = command.add_argument
     add("-p", "--parameters", dest="sizes", type=sizes, default=(parameters,), metavar="N",
         help=f"approximate parameters of the model (default {parameters // MIB}M)")  # fmt: skip
@@ -241,7 +261,6 @@ def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch
     add("--mode", dest="modes", type=some_of(training.MODES), default=training.MODES,
         metavar="MODE", help=f"{' or '.join(training.MODES)} (default both)")  # fmt: skip
     add("--device", choices=DEVICES, default="cpu")
-    _add_rank_flags(command, "timed steps (default: 21, or as many as fit into 0.25 s)")
 
 
 def _add_shard_flags(command: argparse.ArgumentParser) -> None:
@@ -334,6 +353,15 @@ def whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Parses a comma-separated list of numbers that grow, such as ``1,2,4,8``."""
+    words = text.split(",")
+    numbers = [int(word) if word.isdecimal() else 0 for word in words]
+    if numbers != sorted(set(numbers)) or numbers[0] < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers from 1 on that grow, got {text!r}")
+    return tuple(numbers)
 
 
 def seconds(text: str) -> float:

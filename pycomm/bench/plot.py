@@ -14,6 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from pycomm.bench.contestants import CollectiveRow
 from pycomm.bench.report import MIB, TimedRow, human_bytes
+from pycomm.bench.scaling import ScalingRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ Key = tuple[str, str, str, str, str, str]
 FORMS: dict[str, Callable[[int], str]] = {
     "bytes": human_bytes,
     "parameters": lambda count: f"{count / MIB:g}M",
+    "ranks": str,
 }
 
 
@@ -51,9 +53,10 @@ def draw(path: str, title: str, rows: Sequence[TimedRow]) -> None:
         title: what was measured, and where.
         rows: the results.
     """
-    collectives = [row for row in rows if isinstance(row, CollectiveRow)]
-    if collectives:
+    if collectives := [row for row in rows if isinstance(row, CollectiveRow)]:
         figure = _draw_collectives(collectives)
+    elif scaled := [row for row in rows if isinstance(row, ScalingRow)]:
+        figure = _draw_scaling(scaled)
     elif len({row.point()[:2] for row in rows}) > len({row.point()[0] for row in rows}):
         figure = _draw_lines(rows)
     else:
@@ -94,6 +97,35 @@ def _draw_bars(rows: Sequence[TimedRow]) -> Figure:
     panel.set_xlabel("median time in µs, and the 99th percentile (lower is better)")
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     add_grid(panel)
+    return figure
+
+
+def _draw_scaling(rows: Sequence[ScalingRow]) -> Figure:
+    """A panel for speed-up and one for efficiency, with the ideal lines."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.6), layout="constrained")
+    counts = sorted({row.ranks for row in rows})
+    efficient = [row for row in rows if row.efficiency_percent is not None]
+    left.plot(counts, counts, label="ideal", color="#AAAAAA", linestyle="--")
+    right.axhline(100, color="#AAAAAA", linestyle="--")
+    for number, label in enumerate(dict.fromkeys(row.point()[0] for row in rows)):
+        colour, mark = OURS[number % len(OURS)], "osD^v"[number % 5]
+        style: dict[str, Any] = {"label": label, "color": colour, "marker": mark}
+        for panel, shown, figure_of in (
+            (left, rows, "speedup"),
+            (right, efficient, "efficiency_percent"),
+        ):
+            line = [row for row in shown if row.point()[0] == label]
+            values = [getattr(row, figure_of) for row in line]
+            panel.plot([row.ranks for row in line], values, **style)
+    left.set(title="Speed-up at the same work per rank", ylabel="times one rank's work per time")
+    right.set(title="Efficiency up to a rank per core or GPU", ylabel="efficiency in %")
+    for panel in (left, right):
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("ranks")
+        panel.set_xticks(counts)
+        add_grid(panel)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     return figure
 
 

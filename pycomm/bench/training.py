@@ -32,6 +32,12 @@ from pycomm.bench.report import SPREAD, RankSettings, Results, TimedRow
 WIDTH = 1024
 MODES = ("ddp", "wrapper")
 PEERS = {"cpu": "gloo", "cuda": "nccl"}  # of DDP without a hook
+IN_PLOTS = {
+    "ddp": "DDP, pycomm's hook",
+    "wrapper": "pycomm's wrapper",
+    "gloo": "DDP on Gloo",
+    "nccl": "DDP on NCCL",
+}
 SETTLING = 3  # steps, after which DDP and the wrapper have their final buckets
 Returned = TypeVar("Returned")
 # A bucket: the gradients, their parameters, and the offset of each gradient.
@@ -205,7 +211,7 @@ class StepRow(TimedRow):
 
     def point(self) -> tuple[str, int, str]:
         """See :meth:`TimedRow.point`."""
-        return self.name, self.parameters, "parameters"
+        return IN_PLOTS[self.name], self.parameters, "parameters"
 
 
 STEP_HEADER = f"""\
@@ -216,8 +222,9 @@ STEP_HEADER = f"""\
 def run_steps(settings: TrainingSettings) -> Results[StepRow]:
     """Measures steps with all exchanges in the same rounds; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
-        peer, notes = find_peer(settings, group)
-        results: Results[StepRow] = begin(settings, group, STEP_HEADER, *notes)
+        peer, absent = find_peer(settings, group)
+        notes = (f"no {name}: {reason}" for name, reason in absent.items())
+        results: Results[StepRow] = begin(settings, group, STEP_HEADER, *notes, absent_peers=absent)
         names = (*settings.modes, *peer)
         idle, *trainees = (make(name, settings, group) for name in ("idle", *names))
         wrong = [verify.count_wrong_gradients(each.model, idle.model) for each in trainees]
@@ -246,12 +253,12 @@ def run_steps(settings: TrainingSettings) -> Results[StepRow]:
 
 def find_peer(
     settings: TrainingSettings, group: pycomm.Group
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The backend of DDP without a hook, if it can exchange here, or else the reason."""
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The backend of DDP without a hook if it can exchange here, or else its name and why not."""
     name = PEERS[settings.device]
     if name == "nccl" and (reason := launch.without_nccl(group.size)) is not None:
-        return (), (f"no {name}: {reason}",)
-    return (name,), ()
+        return (), {name: reason}
+    return (name,), {}
 
 
 class EmulatedLink:
@@ -344,7 +351,7 @@ class OverlapRow(TimedRow):
 
     def point(self) -> tuple[str, int, str]:
         """See :meth:`TimedRow.point`."""
-        return self.mode, self.parameters, "parameters"
+        return IN_PLOTS[self.mode], self.parameters, "parameters"
 
 
 OVERLAP_HEADER = f"""\

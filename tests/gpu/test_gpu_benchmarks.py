@@ -53,3 +53,14 @@ def test_steps_and_optimizers() -> None:
     rows = {line.split()[0]: line.split() for line in said.splitlines() if line[:1] == " "}
     assert {"ddp", "wrapper"} <= rows.keys()
     assert all(row[-5] == "0" for row in rows.values())
+
+
+@pytest.mark.slow
+def test_scaling() -> None:
+    """On one rank and on two."""
+    what = "scaling --device cuda --ranks 1,2 -p 1M --batch 1 -n 1 -w 0"
+    said = said_by("-m", "pycomm.bench", *what.split())
+    rows = [line.split() for line in said.splitlines() if line[:1] == " "]
+    ways = {(row[0], row[1]) for row in rows}
+    assert ways >= {(n, name) for n in ("1", "2") for name in ("none", "ddp", "wrapper")}
+    assert all(row[-5] == "0" for row in rows)
