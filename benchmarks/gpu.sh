@@ -43,8 +43,8 @@ nvidia-smi --query-gpu="$clocks" --format=csv --loop-ms=500 >"$out/clocks.csv" 2
 part build 130 "$python" setup.py build_ext --inplace
 part tests 130 "${pytest[@]}" tests
 part benchmarks 75 "$python" -m pycomm.bench gpu -J "$out/gpu.json"
-part processes 40 "$python" -m pycomm.bench all_reduce --device cuda --ranks "$ranks" -n 7 \
-  -b 1K -e 64M -f 64 -a all --peer nccl,symm_mem -J "$out/processes.json"
+part processes 40 "$python" -m pycomm.bench all_reduce --device cuda --ranks "$ranks" -n 15 -w 0 \
+  -b 1K -e 64M -f 16 --peer nccl,symm_mem -J "$out/processes.json"
 part sweep 25 "$python" -m pycomm.bench.gpu.sweep --json "$out/sweep.json"
 if command -v ncu >/dev/null; then
   part profile 20 ncu --profile-from-start off --kernel-name-base demangled \

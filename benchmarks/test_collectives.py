@@ -12,6 +12,7 @@ import pycomm
 from benchmarks.ranks import Ranks
 from pycomm._inputs import ALGORITHMS
 from pycomm.bench import launch, peers, verify
+from pycomm.bench.cli import COLLECTIVES
 from pycomm.bench.contestants import Case, Compressed, Contestant, Pycomm
 from pycomm.bench.measure import Prepared
 from pycomm.bench.report import KIB, MIB, human_bytes
@@ -69,7 +70,7 @@ def test_compressed(time: Timer, nbytes: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", TORCH])
-@pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather", "broadcast"])
+@pytest.mark.parametrize("collective", [name for name in COLLECTIVES if name != "all_reduce"])
 def test_operation(time: Timer, collective: str, name: str) -> None:
     time(name, collective, MIB)
 

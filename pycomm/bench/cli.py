@@ -49,7 +49,7 @@ OPTIMIZER = (
 C10D = "time torch.distributed's operations on the backend pycomm, beside Gloo"
 GPU = "time every kernel on a GPU beside a copy and torch, and compare with goals"
 OVERLAP = "time training steps, and say how much of the exchange backward does not hide"
-STEP = "time training steps, pycomm's exchange beside that of DDP on Gloo"
+STEP = "time training steps, pycomm's exchange beside that of DDP alone"
 SCALING = "time training steps of more and more ranks, each with the same work"
 SHARD = "exchange and optimizer step together, with and without shard='optimizer'"
 BENCHMARKS: dict[str, tuple[type[Settings], Callable[[Any], Results[Any] | None]]] = {
@@ -67,6 +67,7 @@ DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 CODEC_DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
 SCHEME_NAMES = tuple(optimizers.SCHEMES)
 ITERS_HELP = "timed calls (default: as many as fit into 0.25 s)"
+WARMUP_HELP = "untimed calls before each round (default: a tenth of the round's)"
 STEPS_HELP = "timed steps (default: 21, or as many as fit into 0.25 s)"
 COMPRESSION_HELP = "none, bf16, fp16, int8, int8:BLOCK, topk:DENSITY"
 COMPRESSIONS = ("none", "bf16", "fp16", "int8", "topk:0.01")
@@ -151,6 +152,8 @@ def _set_sizes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
 def _set_parameters(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     arguments.parameters = arguments.sizes[0]
     if getattr(arguments, "shard", False):
+        if arguments.device != "cpu":
+            parser.error("--device must be cpu with --shard")
         arguments.benchmark = "shard"
     elif len(arguments.sizes) > 1:
         parser.error("--parameters must be one number without --shard")
@@ -177,6 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_training_flags(command, parameters=64 * MIB, batch=128)
     command = commands.add_parser("step", help=STEP, description=STEP)
     _add_training_flags(command, parameters=25 * MIB, batch=8)
+    command.add_argument("--device", choices=DEVICES, default="cpu")
     _add_shard_flags(command)
     command = commands.add_parser("scaling", help=SCALING, description=SCALING)
     _add_model_flags(command, parameters=8 * MIB, batch=64)
@@ -246,6 +250,7 @@ def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch
 
 def _add_scaling_flags(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
+    add("--device", choices=DEVICES, default="cpu")
     add("--ranks", dest="counts", type=counts, default=(1, 2), metavar="N,N,...",
         help="numbers of processes to start (default 1,2)")  # fmt: skip
     add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
@@ -260,7 +265,6 @@ def _add_model_flags(command: argparse.ArgumentParser, parameters: int, batch: i
         help=f"rows per rank (default {batch})")  # fmt: skip
     add("--mode", dest="modes", type=some_of(training.MODES), default=training.MODES,
         metavar="MODE", help=f"{' or '.join(training.MODES)} (default both)")  # fmt: skip
-    add("--device", choices=DEVICES, default="cpu")
 
 
 def _add_shard_flags(command: argparse.ArgumentParser) -> None:
@@ -284,7 +288,8 @@ def _add_gpu_flags(command: argparse.ArgumentParser) -> None:
     add("--only", type=some_of(names), default=names, metavar="SET",
         help=f"{', '.join(names)} (default all)")  # fmt: skip
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify results (default 1)")
-    _add_run_flags(command, f"timed calls (default {session.ROUNDS})")
+    warmup_help = f"untimed calls before the first round (default {session.WARM_UP})"
+    _add_run_flags(command, f"timed calls (default {session.ROUNDS})", warmup_help)
 
 
 def _add_c10d_flags(command: argparse.ArgumentParser) -> None:
@@ -303,12 +308,13 @@ def _add_rank_flags(command: argparse.ArgumentParser, iters_help: str) -> None:
     _add_run_flags(command, iters_help)
 
 
-def _add_run_flags(command: argparse.ArgumentParser, iters_help: str) -> None:
+def _add_run_flags(
+    command: argparse.ArgumentParser, iters_help: str, warmup_help: str = WARMUP_HELP
+) -> None:
     """The flags of every benchmark."""
     add = command.add_argument_group("how long, and what becomes of the results").add_argument
     add("-n", "--iters", type=whole(1), metavar="N", help=iters_help)
-    add("-w", "--warmup_iters", type=whole(0), metavar="N",
-        help="untimed calls before each round (default: a tenth of the round's)")  # fmt: skip
+    add("-w", "--warmup_iters", type=whole(0), metavar="N", help=warmup_help)
     add("-J", "--json", metavar="FILE", help="write results")
     add("--plot", type=picture, metavar="FILE", help="draw results as a PNG")
 

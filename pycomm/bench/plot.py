@@ -34,6 +34,7 @@ THEIRS = {
 }
 MARKS = {"pycomm": "o", "gloo": "s", "mpi": "D", "deepspeed": "^", "nccl": "v", "symm_mem": "P"}
 MOST_TICKS = 9
+FEW = 50  # times the shortest bar, the others need a logarithmic axis
 
 Key = tuple[str, str, str, str, str, str]
 
@@ -53,11 +54,12 @@ def draw(path: str, title: str, rows: Sequence[TimedRow]) -> None:
         title: what was measured, and where.
         rows: the results.
     """
+    labels, sizes = {row.point()[0] for row in rows}, [row.point()[1] for row in rows]
     if collectives := [row for row in rows if isinstance(row, CollectiveRow)]:
         figure = _draw_collectives(collectives)
     elif scaled := [row for row in rows if isinstance(row, ScalingRow)]:
         figure = _draw_scaling(scaled)
-    elif len({row.point()[:2] for row in rows}) > len({row.point()[0] for row in rows}):
+    elif all(size > 0 for size in sizes) and len(set(sizes)) > 1 and len(labels) < len(rows):
         figure = _draw_lines(rows)
     else:
         figure = _draw_bars(rows)
@@ -92,12 +94,22 @@ def _draw_bars(rows: Sequence[TimedRow]) -> Figure:
     late = [row.p99_us - row.p50_us for row in rows]
     panel.barh(at, medians, color=OURS[0], height=0.6)
     panel.errorbar(medians, at, xerr=[[0.0] * len(rows), late], fmt="none", ecolor="#666666")
-    panel.set_yticks(at, [row.point()[0] for row in rows])
+    panel.set_yticks(at, _bar_labels(rows))
     panel.invert_yaxis()
+    if max(medians) > FEW * min(medians) > 0:
+        panel.set_xscale("log")
     panel.set_xlabel("median time in µs, and the 99th percentile (lower is better)")
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     add_grid(panel)
     return figure
+
+
+def _bar_labels(rows: Sequence[TimedRow]) -> list[str]:
+    """The contestants, with the size where one has several."""
+    points = [row.point() for row in rows]
+    if len({label for label, *_ in points}) == len(rows):
+        return [label for label, *_ in points]
+    return [f"{label}, {FORMS[unit](size)}" for label, size, unit in points]
 
 
 def _draw_scaling(rows: Sequence[ScalingRow]) -> Figure:

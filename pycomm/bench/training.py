@@ -231,7 +231,7 @@ def run_steps(settings: TrainingSettings) -> Results[StepRow]:
         calls = {"idle": idle.step} | dict(
             zip(names, (each.step for each in trainees), strict=True)
         )
-        figures = measure.compete(group, calls, settings)
+        figures = measure.compete(group, calls, settings, settings.device)
         idle_us = figures["idle"].time_us
         peer_us = [figures[name].time_us - idle_us for name in peer]
         results.add(

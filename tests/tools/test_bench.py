@@ -266,6 +266,15 @@ def test_percentiles():
     }  # fmt: skip
 
 
+def test_sharded_steps_are_timed_on_the_cpu(monkeypatch, capsys):
+    monkeypatch.setattr(cli._C, "has_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cli.parse(["step", "--device", "cuda"]).device == "cuda"
+    with pytest.raises(SystemExit):
+        cli.parse(["step", "--shard", "--device", "cuda"])
+    assert "--device must be cpu with --shard" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("iters", [1, 2, 7, 23])
 def test_as_many_calls_as_asked_for(iters):
     prepared = [measure.Prepared(torch.ones(1), torch.ones(1), lambda: None) for _ in range(2)]
