@@ -65,7 +65,7 @@ gpu:
 
 # Prints why where there is no CUDA device.
 bench-gpu: $(VENV)/.built
-	$(BIN)/python -m pycomm.bench.gpu --json out/gpu.json
+	$(BIN)/python -m pycomm.bench gpu -J out/gpu.json
 
 # Trains in every mode, for minutes; the short form is among the tests.
 convergence: $(VENV)/.built
@@ -74,8 +74,13 @@ convergence: $(VENV)/.built
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m convergence.shards
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m convergence.sparse
 
+# What a change may have made slower, beside torch, in a minute or two; BENCH takes options of
+# pytest-benchmark, such as --benchmark-compare.
 bench: $(VENV)/.built
-	$(BIN)/python -m pycomm.bench all_reduce --ranks 2 -b 8 -e 64M -f 2 -a all --peer gloo
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q benchmarks \
+	  --benchmark-columns=min,median,iqr,rounds --benchmark-sort=min --benchmark-name=short \
+	  --benchmark-max-time=0.25 --benchmark-disable-gc \
+	  --benchmark-storage=out/benchmarks --benchmark-autosave $(BENCH)
 
 # The C++ tests, plain and under sanitizers. Ranks are threads, so that they see every rank.
 # The mutants of the code that the checkers check, and the races of kernels, need g++. What needs no

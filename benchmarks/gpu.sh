@@ -30,6 +30,9 @@ sanitize() { # TOOL; without torch's caching, every tensor is an allocation that
 TORCH_CUDA_ARCH_LIST=$(timeout 20 "$python" -c \
   'import torch; print("%d.%d" % torch.cuda.get_device_capability())') || failed=1
 export TORCH_CUDA_ARCH_LIST
+# A process on each GPU; on a single one, four take turns.
+ranks=$(timeout 20 "$python" -c \
+  'import torch; gpus = torch.cuda.device_count(); print(gpus if gpus > 1 else 4)') || failed=1
 
 metrics=gpu__time_duration.sum,dram__bytes.sum.per_second
 metrics+=,dram__throughput.avg.pct_of_peak_sustained_elapsed
@@ -39,8 +42,9 @@ nvidia-smi --query-gpu="$clocks" --format=csv --loop-ms=500 >"$out/clocks.csv" 2
 
 part build 130 "$python" setup.py build_ext --inplace
 part tests 130 "${pytest[@]}" tests
-part benchmarks 60 "$python" -m pycomm.bench.gpu --json "$out/gpu.json"
-part processes 40 "$python" -m pycomm.bench.gpu.processes --json "$out/processes.json"
+part benchmarks 75 "$python" -m pycomm.bench gpu -J "$out/gpu.json"
+part processes 40 "$python" -m pycomm.bench all_reduce --device cuda --ranks "$ranks" -n 15 -w 0 \
+  -b 1K -e 64M -f 16 --peer nccl,symm_mem -J "$out/processes.json"
 part sweep 25 "$python" -m pycomm.bench.gpu.sweep --json "$out/sweep.json"
 if command -v ncu >/dev/null; then
   part profile 20 ncu --profile-from-start off --kernel-name-base demangled \

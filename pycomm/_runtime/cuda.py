@@ -42,7 +42,7 @@ def _await_autograd() -> None:
     with contextlib.suppress(RuntimeError):  # the device has failed
         for index in range(torch.cuda.device_count()):
             if torch.cuda.memory_stats(index).get("reserved_bytes.all.current", 0) > 0:
-                one = torch.ones((), device=torch.device("cuda", index))
+                one = torch.ones((), dtype=torch.float32, device=torch.device("cuda", index))
                 root = torch.zeros_like(one, requires_grad=True).clone()
                 run_backward((root,), (one,), False, False, (), True, accumulate_grad=True)
 

@@ -29,11 +29,11 @@ from pycomm.advise.constants import COMPRESSIONS, Constant, Constants
 from pycomm.advise.model import compression_of
 from pycomm.bench import launch, report
 from pycomm.bench.measure import compete
-from pycomm.bench.report import MIB
+from pycomm.bench.report import MIB, Settings
 
 CODED_ELEMENTS = 4 * MIB  # 16 MiB: more than a core's caches hold
 DENSITY = 0.01
-ITERS = 7
+CALLS = Settings(iters=7)
 LARGE, SMALL = 16 * MIB, 8  # bytes of all-reduces and messages
 BLOCKS, TRIPS, TRANSFERS = 7, 40, 1  # of small messages and of large ones, in each block
 BUSY_TRIPS = 10  # of small messages while the cores compute, which takes milliseconds
@@ -80,7 +80,7 @@ def codec_constants() -> dict[str, Constant]:
     source = f"pycomm.bench.measure, one thread, {CODED_ELEMENTS} elements (top-k of 1 %)"
     return {
         name: Constant(_rounded(figure.time_us * 1e3 / CODED_ELEMENTS), "ns/element", source)
-        for name, figure in compete(None, calls, ITERS).items()
+        for name, figure in compete(None, calls, CALLS).items()
     }
 
 
@@ -124,7 +124,7 @@ def local_constants(nodes: list[str]) -> dict[str, Constant]:
             f"{nbytes} bytes": partial(pycomm.all_reduce, torch.zeros(nbytes // 4), group=group)
             for nbytes in (SMALL, LARGE)
         }
-        small, large = compete(group, calls, ITERS).values()
+        small, large = compete(group, calls, CALLS).values()
         ranks = group.size
     source = f"pycomm.all_reduce of {ranks} ranks on one node,"
     per_byte = max((large.time_us - small.time_us) * 1e3 / LARGE, 1e-3)  # one rank has no bytes

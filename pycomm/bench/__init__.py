@@ -3,13 +3,14 @@
 `cli` is the command line, and `launch` starts the ranks.
 
 The modules `collectives`, `codecs` and `optimizers` measure their subjects. `training` measures
-steps, `sharding` the exchange together with the optimizer's step, and `c10d` the operations of
-torch.distributed. Each has settings, contestants, the row of a table, and a ``run``.
+steps, `scaling` steps of more and more ranks, `sharding` the exchange together with the optimizer's
+step, and `c10d` the operations of torch.distributed. Each has settings, contestants, the row of a
+table, and a ``run``.
 
 They share the other modules. `measure` times contestants in interleaved rounds, `streams` adds the
 time that memory alone takes, `verify` checks results first, and `report` prints the table and
-writes JSON. `peers` are the other libraries. Collectives also have `contestants`, a `floor`, and a
-`plot`.
+writes JSON. `plot` draws tables. `peers` are the other libraries. Collectives also have
+`contestants` and a `floor`.
 
-`gpu` has command lines of its own, which time every kernel on a GPU.
+`gpu` times every kernel on a GPU.
 """

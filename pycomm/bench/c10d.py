@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import pycomm
 from pycomm._runtime.torch_private import backend_that_does_nothing
 from pycomm.bench import measure
-from pycomm.bench.report import KIB, MIB, RankSettings, ResultRow, Results
+from pycomm.bench.report import KIB, MIB, SPREAD, RankSettings, Results, TimedRow
 
 SIZES = {
     "all_reduce": (256, MIB, 64 * MIB),
@@ -44,7 +44,7 @@ class C10dSettings(RankSettings):
 
 
 @dataclass(frozen=True)
-class C10dRow(ResultRow):
+class C10dRow(TimedRow):
     """One way to run one operation.
 
     Attributes:
@@ -62,26 +62,26 @@ class C10dRow(ResultRow):
     bytes: int
     impl: str
     ranks: int
-    iterations: int
-    time_us: float
-    p50_us: float
-    p99_us: float
     speedup: float
 
     def line(self) -> str:
         """The line of the table."""
         return (
             f"{self.operation:>23} {self.bytes:11} {self.impl:>18} {self.time_us:8.1f} "
-            f"{self.p50_us:9.1f} {self.p99_us:9.1f} {self.speedup:7.1f}"
+            f"{self.spread()} {self.speedup:7.1f}"
         )
 
+    def point(self) -> tuple[str, int, str]:
+        """See :meth:`TimedRow.point`."""
+        return f"{self.operation} {self.impl}", self.bytes, "bytes"
 
-HEADER = """\
-#             operation       bytes               impl     time       p50       p99  gloo's
-#                                                          (us)      (us)      (us)  / this"""
+
+HEADER = f"""\
+#             operation       bytes               impl     time {SPREAD}  gloo's
+#                                                          (us)      (us)      (us)      (us)      (us)  / this"""  # noqa: E501
 
 
-def run(settings: C10dSettings) -> None:
+def run(settings: C10dSettings) -> Results[C10dRow]:
     """Measures everything in the settings; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
         groups = {"gloo": dist.new_group(backend="gloo"), "pycomm": dist.group.WORLD}
@@ -92,6 +92,7 @@ def run(settings: C10dSettings) -> None:
             for nbytes in SIZES[operation]:
                 results.add(_run_case(settings, group, groups, operation, nbytes))
         results.end()
+    return results
 
 
 def _run_case(
@@ -111,18 +112,15 @@ def _run_case(
     if operation == "all_reduce" and nbytes == LEAST:
         tensor = torch.zeros(nbytes // 4)
         calls["pycomm.all_reduce"] = lambda: pycomm.all_reduce(tensor, group=group)
-    outcome = measure.compete(group, calls, settings.iters)
+    outcome = measure.compete(group, calls, settings)
     return [
         C10dRow(
             operation=operation,
             bytes=nbytes,
             impl=impl,
             ranks=group.size,
-            iterations=figures.iterations,
-            time_us=round(figures.time_us, 2),
-            p50_us=round(figures.p50_us, 2),
-            p99_us=round(figures.p99_us, 2),
             speedup=round(outcome["gloo"].time_us / figures.time_us, 2),
+            **figures.columns(),
         )
         for impl, figures in outcome.items()
     ]

@@ -22,38 +22,56 @@ from pycomm.bench import (
     launch,
     optimizers,
     peers,
+    scaling,
     sharding,
     training,
 )
-from pycomm.bench.report import GIB, KIB, MIB, RankSettings, Settings
+from pycomm.bench.contestants import REDUCTIONS
+from pycomm.bench.gpu import session
+from pycomm.bench.report import GIB, KIB, MIB, RankSettings, Results, Settings, human_bytes
 
 COLLECTIVES = {
     "all_reduce": "time all-reduces",
     "reduce_scatter": "time reduce-scatters; size is that of the whole input",
     "all_gather": "time all-gathers; size is that of the whole output",
     "broadcast": "time broadcasts from rank 0",
+    "reduce": "time reductions to rank 0",
+    "gather": "time gathers to rank 0; size is that of the whole output",
+    "scatter": "time scatters from rank 0; size is that of the whole input",
+    "all_to_all": "time all-to-alls; size is that of a rank's whole input",
+    "send_recv": "time messages to the next rank and from the one before",
 }
 CODEC = "time encoding, decoding and selecting, without ranks"
-OPTIMIZER = "time fused optimizer steps beside torch's, without ranks"
+OPTIMIZER = (
+    "time fused optimizer steps beside torch's, without ranks; size is 4 bytes per parameter, "
+    "however they are stored"
+)
 C10D = "time torch.distributed's operations on the backend pycomm, beside Gloo"
+GPU = "time every kernel on a GPU beside a copy and torch, and compare with goals"
 OVERLAP = "time training steps, and say how much of the exchange backward does not hide"
-STEP = "time training steps, pycomm's exchange beside that of DDP on Gloo"
+STEP = "time training steps, pycomm's exchange beside that of DDP alone"
+SCALING = "time training steps of more and more ranks, each with the same work"
 SHARD = "exchange and optimizer step together, with and without shard='optimizer'"
-BENCHMARKS: dict[str, tuple[type[Settings], Callable[[Any], None]]] = {
+BENCHMARKS: dict[str, tuple[type[Settings], Callable[[Any], Results[Any] | None]]] = {
     **dict.fromkeys(COLLECTIVES, (collectives.CollectiveSettings, collectives.run)),
     "codec": (codecs.CodecSettings, codecs.run),
     "optimizer": (optimizers.OptimizerBenchSettings, optimizers.run),
     "c10d": (c10d.C10dSettings, c10d.run),
     "overlap": (training.TrainingSettings, training.run_overlap),
+    "gpu": (session.GpuSettings, session.run),
     "step": (training.TrainingSettings, training.run_steps),
+    "scaling": (scaling.ScalingSettings, scaling.run),
     "shard": (sharding.ShardSettings, sharding.run),
 }
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 CODEC_DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
 SCHEME_NAMES = tuple(optimizers.SCHEMES)
 ITERS_HELP = "timed calls (default: as many as fit into 0.25 s)"
+WARMUP_HELP = "untimed calls before each round (default: a tenth of the round's)"
+STEPS_HELP = "timed steps (default: 21, or as many as fit into 0.25 s)"
 COMPRESSION_HELP = "none, bf16, fp16, int8, int8:BLOCK, topk:DENSITY"
 COMPRESSIONS = ("none", "bf16", "fp16", "int8", "topk:0.01")
+DEVICES = ("cpu", "cuda")
 MOST_SECONDS = 1e6
 UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 
@@ -61,12 +79,23 @@ UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses, starts the ranks if necessary, and runs."""
     settings = parse(argv)
-    _, run = BENCHMARKS[settings.benchmark]
     if isinstance(settings, RankSettings):
         backend = "pycomm" if settings.benchmark == "c10d" else "gloo"
-        launch.run(run, settings, ranks=settings.ranks, timeout=settings.timeout, backend=backend)
+        device = getattr(settings, "device", "cpu")
+        options: dict[str, Any] = {"ranks": settings.ranks, "timeout": settings.timeout}
+        launch.run(measure, settings, backend=backend, device=device, **options)
     else:
-        run(settings)
+        measure(settings)
+
+
+def measure(settings: Settings) -> None:
+    """Runs a benchmark on this rank, and draws its table."""
+    _, run = BENCHMARKS[settings.benchmark]
+    results = run(settings)
+    if settings.plot is not None and results is not None and results.is_first and results.rows:
+        from pycomm.bench import plot  # matplotlib is not always there
+
+        plot.draw(settings.plot, results.what, results.rows)
 
 
 def parse(argv: Sequence[str] | None = None) -> Any:
@@ -84,11 +113,15 @@ def parse(argv: Sequence[str] | None = None) -> Any:
         parser.error("--device cuda: this build of pycomm has no CUDA")
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU on this machine")
-    if arguments.benchmark in COLLECTIVES:
+    launch.require("numpy", *(["matplotlib"] if arguments.plot else []))
+    if hasattr(arguments, "minbytes"):
         _set_sizes(parser, arguments)
+    if arguments.benchmark in COLLECTIVES:
+        buffer = arguments.buffer
+        arguments.buffers = ("tensor", "window") if buffer == "both" else (buffer,)
     elif arguments.benchmark == "codec":
         arguments.codecs = tuple(arguments.codecs or ("int8",))
-    elif arguments.benchmark in ("overlap", "step"):
+    elif arguments.benchmark in ("overlap", "step", "scaling"):
         _set_parameters(parser, arguments)
     kind, _ = BENCHMARKS[arguments.benchmark]
     names = [field.name for field in fields(kind) if hasattr(arguments, field.name)]
@@ -96,32 +129,31 @@ def parse(argv: Sequence[str] | None = None) -> Any:
 
 
 def _set_sizes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Sets the sizes from the smallest to the largest, by factor or step, and what flags imply."""
+    """Sets the sizes from the smallest to the largest, by factor or step."""
     current, step, factor = arguments.minbytes, arguments.stepbytes or 0, arguments.stepfactor
     if current > arguments.maxbytes:
         parser.error("--minbytes must not exceed --maxbytes")
     if factor < 2 and not step:
         parser.error("--stepfactor must be at least 2")
-    for name in arguments.dtypes:
+    for name in getattr(arguments, "dtypes", ()):
         element = getattr(torch, name).itemsize
         if current % element or step % element:
             parser.error(
                 f"--minbytes and --stepbytes must be multiples of an element's size, {element} for "
                 f"{name}, got {current} and {arguments.stepbytes}"
             )
-    launch.require("numpy", *(["matplotlib"] if arguments.plot else []))
     found = []
     while current <= arguments.maxbytes:
         found.append(current)
         current = current + step if step else current * factor
     arguments.sizes = tuple(found)
-    arguments.check, buffer = bool(arguments.check), arguments.buffer
-    arguments.buffers = ("tensor", "window") if buffer == "both" else (buffer,)
 
 
 def _set_parameters(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     arguments.parameters = arguments.sizes[0]
     if getattr(arguments, "shard", False):
+        if arguments.device != "cpu":
+            parser.error("--device must be cpu with --shard")
         arguments.benchmark = "shard"
     elif len(arguments.sizes) > 1:
         parser.error("--parameters must be one number without --shard")
@@ -137,25 +169,31 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="WHAT")
     for name, text in COLLECTIVES.items():
         command = commands.add_parser(name, help=text, description=text)
-        _add_size_flags(command)
+        _add_size_flags(command, least=8, most=64 * MIB)
         _add_what_flags(command, name)
         _add_how_flags(command, name)
     _add_codec_flags(commands.add_parser("codec", help=CODEC, description=CODEC))
     _add_optimizer_flags(commands.add_parser("optimizer", help=OPTIMIZER, description=OPTIMIZER))
+    _add_gpu_flags(commands.add_parser("gpu", help=GPU, description=GPU))
     _add_c10d_flags(commands.add_parser("c10d", help=C10D, description=C10D))
     command = commands.add_parser("overlap", help=OVERLAP, description=OVERLAP)
     _add_training_flags(command, parameters=64 * MIB, batch=128)
     command = commands.add_parser("step", help=STEP, description=STEP)
     _add_training_flags(command, parameters=25 * MIB, batch=8)
+    command.add_argument("--device", choices=DEVICES, default="cpu")
     _add_shard_flags(command)
+    command = commands.add_parser("scaling", help=SCALING, description=SCALING)
+    _add_model_flags(command, parameters=8 * MIB, batch=64)
+    _add_scaling_flags(command)
     return parser
 
 
-def _add_size_flags(command: argparse.ArgumentParser) -> None:
+def _add_size_flags(command: argparse.ArgumentParser, least: int, most: int) -> None:
     add = command.add_argument_group("sizes").add_argument
-    add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="smallest size (default 8)")
-    add("-e", "--maxbytes", type=size, default=64 * MIB, metavar="SIZE",
-        help="largest size (default 64M)")  # fmt: skip
+    add("-b", "--minbytes", type=size, default=least, metavar="SIZE",
+        help=f"smallest size (default {human_bytes(least)})")  # fmt: skip
+    add("-e", "--maxbytes", type=size, default=most, metavar="SIZE",
+        help=f"largest size (default {human_bytes(most)})")  # fmt: skip
     add("-f", "--stepfactor", type=whole(1), default=2, metavar="N",
         help="factor between sizes (default 2)")  # fmt: skip
     add("-i", "--stepbytes", type=size, metavar="SIZE", help="difference of sizes, instead of -f")
@@ -165,7 +203,7 @@ def _add_what_flags(command: argparse.ArgumentParser, collective: str) -> None:
     add = command.add_argument_group("what to time; comma-separated, or `all`").add_argument
     add("-d", "--datatype", dest="dtypes", type=some_of(DTYPE_NAMES), default=("float32",),
         metavar="TYPE", help=f"{', '.join(DTYPE_NAMES)} (default float32)")  # fmt: skip
-    if collective in ("all_reduce", "reduce_scatter"):
+    if collective in REDUCTIONS:
         add("-o", "--op", dest="ops", type=some_of(tuple(OPS)), default=("sum",), metavar="OP",
             help=f"{', '.join(OPS)} (default sum)")  # fmt: skip
     if collective == "all_reduce":
@@ -178,38 +216,48 @@ def _add_what_flags(command: argparse.ArgumentParser, collective: str) -> None:
         help="ordinary tensors (default), tensors made by group.empty, or both")  # fmt: skip
     add("--peer", dest="peers", type=some_of(tuple(peers.COLLECTIVES)), default=(), metavar="PEER",
         help=f"other libraries to time: {', '.join(peers.COLLECTIVES)}")  # fmt: skip
-    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device", choices=DEVICES, default="cpu")
 
 
 def _add_how_flags(command: argparse.ArgumentParser, collective: str) -> None:
     add = command.add_argument_group("how").add_argument
+    _add_run_flags(command, ITERS_HELP)
     add("--ranks", type=whole(1), default=2, help="processes to start (default 2)")
-    add("-n", "--iters", type=whole(1), help=ITERS_HELP)
-    add("-w", "--warmup_iters", type=whole(0), help="untimed calls before each round")
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify results (default 1)")
     if collective == "all_reduce":
         add("--feedback", action="store_true", help="compress with a residual")
     add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
     add("--brief", action="store_true", help="print only medians, as they come")
-    add("-J", "--json", metavar="FILE", help="write results")
-    add("--plot", type=picture, metavar="FILE", help="draw results as a PNG")
 
 
 def _add_codec_flags(command: argparse.ArgumentParser) -> None:
+    _add_size_flags(command, least=256 * MIB, most=256 * MIB)
     add = command.add_argument
     add("--compression", dest="codecs", type=compressions, action="extend", metavar="COMPRESSION",
         help=f"{COMPRESSION_HELP}, comma-separated, or `all` (default int8)")  # fmt: skip
-    add("-n", "--elements", dest="count", type=whole_units, default=64 * MIB, metavar="N",
-        help=f"elements, rounded down to a multiple of {codecs.UNIT} (default 64M)")  # fmt: skip
     add("-d", "--datatype", dest="dtypes", type=some_of(CODEC_DTYPE_NAMES), default=("float32",),
         metavar="TYPE",
         help=f"{', '.join(CODEC_DTYPE_NAMES)}, or `all` (default float32)")  # fmt: skip
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu (one thread) or cuda")
-    add("--iters", type=whole(1), help=ITERS_HELP)
-    add("-J", "--json", metavar="FILE", help="write results")
+    add("--device", choices=DEVICES, default="cpu", help="cpu (one thread) or cuda")
+    add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify results (default 1)")
+    _add_run_flags(command, ITERS_HELP)
 
 
 def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch: int) -> None:
+    _add_model_flags(command, parameters, batch)
+    _add_rank_flags(command, STEPS_HELP)
+
+
+def _add_scaling_flags(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--device", choices=DEVICES, default="cpu")
+    add("--ranks", dest="counts", type=counts, default=(1, 2), metavar="N,N,...",
+        help="numbers of processes to start (default 1,2)")  # fmt: skip
+    add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
+    _add_run_flags(command, STEPS_HELP)
+
+
+def _add_model_flags(command: argparse.ArgumentParser, parameters: int, batch: int) -> None:
     add = command.add_argument
     add("-p", "--parameters", dest="sizes", type=sizes, default=(parameters,), metavar="N",
         help=f"approximate parameters of the model (default {parameters // MIB}M)")  # fmt: skip
@@ -217,7 +265,6 @@ def _add_training_flags(command: argparse.ArgumentParser, parameters: int, batch
         help=f"rows per rank (default {batch})")  # fmt: skip
     add("--mode", dest="modes", type=some_of(training.MODES), default=training.MODES,
         metavar="MODE", help=f"{' or '.join(training.MODES)} (default both)")  # fmt: skip
-    _add_rank_flags(command, "timed steps (default: 21, or as many as fit into 0.25 s)")
 
 
 def _add_shard_flags(command: argparse.ArgumentParser) -> None:
@@ -235,6 +282,16 @@ def _add_shard_flags(command: argparse.ArgumentParser) -> None:
         help=f"others to time: {', '.join(peers.TRAINEES)} (default all)")  # fmt: skip
 
 
+def _add_gpu_flags(command: argparse.ArgumentParser) -> None:
+    names = tuple(name for name, _ in session.sets("cuda"))
+    add = command.add_argument
+    add("--only", type=some_of(names), default=names, metavar="SET",
+        help=f"{', '.join(names)} (default all)")  # fmt: skip
+    add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify results (default 1)")
+    warmup_help = f"untimed calls before the first round (default {session.WARM_UP})"
+    _add_run_flags(command, f"timed calls (default {session.ROUNDS})", warmup_help)
+
+
 def _add_c10d_flags(command: argparse.ArgumentParser) -> None:
     names = tuple(c10d.SIZES)
     command.add_argument(
@@ -247,28 +304,37 @@ def _add_c10d_flags(command: argparse.ArgumentParser) -> None:
 def _add_rank_flags(command: argparse.ArgumentParser, iters_help: str) -> None:
     add = command.add_argument
     add("--ranks", type=whole(2), default=2, help="processes to start (default 2)")
-    add("-n", "--iters", type=whole(1), metavar="N", help=iters_help)
     add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
+    _add_run_flags(command, iters_help)
+
+
+def _add_run_flags(
+    command: argparse.ArgumentParser, iters_help: str, warmup_help: str = WARMUP_HELP
+) -> None:
+    """The flags of every benchmark."""
+    add = command.add_argument_group("how long, and what becomes of the results").add_argument
+    add("-n", "--iters", type=whole(1), metavar="N", help=iters_help)
+    add("-w", "--warmup_iters", type=whole(0), metavar="N", help=warmup_help)
     add("-J", "--json", metavar="FILE", help="write results")
+    add("--plot", type=picture, metavar="FILE", help="draw results as a PNG")
 
 
 def _add_optimizer_flags(command: argparse.ArgumentParser) -> None:
+    _add_size_flags(command, least=256 * MIB, most=256 * MIB)
     add = command.add_argument
     rules = tuple(optimizers.OPTIMIZERS)
-    add("--name", choices=rules, default="adamw", help="rule (default adamw)")
+    add("--name", dest="names", type=some_of(rules), default=("adamw",), metavar="RULE",
+        help=f"{', '.join(rules)}, or `all` (default adamw)")  # fmt: skip
     add("--scheme", dest="schemes", type=some_of(SCHEME_NAMES), default=("fp32",),
         metavar="SCHEME", help=f"{', '.join(SCHEME_NAMES)}, or `all` (default fp32)")  # fmt: skip
-    add("-n", "--elements", dest="count", type=size, default=64 * MIB, metavar="N",
-        help="elements of all parameters (default 64M)")  # fmt: skip
     add("--small", action="store_true", help="500 tensors of 1K to 100K elements instead")
     add("--full", action="store_true", help="also time steps with unscaling, check and clipping")
     add("--peer", dest="peers", type=some_of(peers.OPTIMIZERS), default=(), metavar="PEER",
         help=f"others to time: {', '.join(peers.OPTIMIZERS)}")  # fmt: skip
-    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device", choices=DEVICES, default="cpu")
     add("--threads", type=whole(1), default=torch.get_num_threads(),
         help="number of threads (default: torch's)")  # fmt: skip
-    add("--iters", type=whole(1), help=ITERS_HELP)
-    add("-J", "--json", metavar="FILE", help="write results")
+    _add_run_flags(command, ITERS_HELP)
 
 
 def size(text: str) -> int:
@@ -284,11 +350,6 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(map(size, text.split(",")))
 
 
-def whole_units(text: str) -> int:
-    """Parses a number of elements that codecs are timed on: a multiple of their unit."""
-    return max(size(text) // codecs.UNIT, 1) * codecs.UNIT
-
-
 def whole(least: int) -> Callable[[str], int]:
     """Makes a parser of whole numbers that are at least `least`."""
 
@@ -298,6 +359,15 @@ def whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Parses a comma-separated list of numbers that grow, such as ``1,2,4,8``."""
+    words = text.split(",")
+    numbers = [int(word) if word.isdecimal() else 0 for word in words]
+    if numbers != sorted(set(numbers)) or numbers[0] < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers from 1 on that grow, got {text!r}")
+    return tuple(numbers)
 
 
 def seconds(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 
 import pycomm
 from pycomm.bench import verify
-from pycomm.bench.report import ResultRow, Results, Settings
+from pycomm.bench.report import SPREAD, Results, Settings, TimedRow, human_bytes
 from pycomm.bench.streams import Mix, Task
 
 # The number of elements is a multiple of this, so that all blocks are complete.
@@ -21,9 +22,10 @@ class CodecSettings(Settings):
     """A whole run, as asked for on the command line; see ``python -m pycomm.bench codec -h``."""
 
     codecs: tuple[str, ...]
-    count: int
+    sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
     device: str
+    check: int
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class CodecTask(Task):
 
 
 @dataclass(frozen=True)
-class CodecRow(ResultRow):
+class CodecRow(TimedRow):
     """One operation of one codec.
 
     Attributes:
@@ -51,7 +53,7 @@ class CodecRow(ResultRow):
         stream_percent: our bandwidth over the stream's.
         torch_way: what torch did, for `torch_us`.
         torch_ratio: torch's time over ours.
-        wrong: elements.
+        wrong: elements; None if nothing was checked.
     """
 
     codec: str
@@ -61,10 +63,6 @@ class CodecRow(ResultRow):
     count: int
     bytes: int
     encoded_bytes: int
-    iterations: int
-    time_us: float
-    p50_us: float
-    p99_us: float
     GBps: float
     stream: str
     stream_GBps: float  # noqa: N815 - the unit
@@ -72,42 +70,50 @@ class CodecRow(ResultRow):
     torch_way: str
     torch_us: float
     torch_ratio: float
-    wrong: int
+    wrong: int | None
 
     def line(self) -> str:
         """The line of the table."""
+        wrong = "N/A" if self.wrong is None else self.wrong
         return (
             f"{self.count:11} {self.dtype:>9}  {self.codec:11} {self.operation:10} "
-            f"{self.time_us:11.2f} {self.p50_us:9.1f} {self.p99_us:9.1f} "
+            f"{self.time_us:11.2f} {self.spread()} "
             f"{self.GBps:7.2f} {self.stream_GBps:7.2f} {self.stream_percent:6.1f} "
-            f"{self.torch_us:12.2f} {self.torch_ratio:7.2f} {self.wrong:>7}  {self.stream}"
+            f"{self.torch_us:12.2f} {self.torch_ratio:7.2f} {wrong:>7}  {self.stream}"
         )
 
+    def point(self) -> tuple[str, int, str]:
+        """See :meth:`TimedRow.point`."""
+        return f"{self.codec} {self.operation} {self.dtype}", self.bytes, "bytes"
 
-HEADER = """\
-#  elements      type  codec       operation         time       p50       p99    rate  stream  share        torch   torch  #wrong  stream is
-#                                                    (us)      (us)      (us)  (GB/s)  (GB/s)    (%)         (us)  / ours"""  # noqa: E501
+
+HEADER = f"""\
+#  elements      type  codec       operation         time {SPREAD}    rate  stream  share        torch   torch  #wrong  stream is
+#                                                    (us)      (us)      (us)      (us)      (us)  (GB/s)  (GB/s)    (%)         (us)  / ours"""  # noqa: E501
 
 
-def run(settings: CodecSettings) -> None:
+def run(settings: CodecSettings) -> Results[CodecRow]:
     """Measures everything in the settings, prints and writes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     results: Results[CodecRow] = Results(settings)
     where = "one core" if settings.device == "cpu" else torch.cuda.get_device_name()
     results.begin(f"codecs on {where}; {results.place}", HEADER)
-    for name in settings.dtypes:
-        x = torch.randn(settings.count, device=settings.device).to(getattr(torch, name))
+    for name, nbytes in itertools.product(settings.dtypes, settings.sizes):
+        dtype: torch.dtype = getattr(torch, name)
+        count = max(nbytes // dtype.itemsize // UNIT, 1) * UNIT
+        x = torch.randn(count, device=settings.device).to(dtype)
         for codec in settings.codecs:
             for task in make_tasks(pycomm.parse_compression(codec), x):
-                results.add([_run_task(codec, task, x, settings.iters)])
+                results.add([_run_task(codec, task, x, settings)])
     results.end(*_compare(results.rows))
+    return results
 
 
-def _run_task(codec: str, task: CodecTask, x: torch.Tensor, iters: int | None) -> CodecRow:
+def _run_task(codec: str, task: CodecTask, x: torch.Tensor, settings: CodecSettings) -> CodecRow:
     """Checks an operation, then times it beside torch and the streams."""
-    wrong = task.count_wrong()
-    outcome = task.compete(iters, x.device.type)
+    wrong = task.count_wrong() if settings.check else None
+    outcome = task.compete(settings, x.device.type)
     ours, torch_us = outcome.figures["pycomm"], outcome.figures["torch"].time_us
     return CodecRow(
         codec=codec,
@@ -117,10 +123,6 @@ def _run_task(codec: str, task: CodecTask, x: torch.Tensor, iters: int | None) -
         count=x.numel(),
         bytes=x.nbytes,
         encoded_bytes=pycomm.parse_compression(codec).encoded_bytes(x.numel(), x.dtype),
-        iterations=ours.iterations,
-        time_us=round(ours.time_us, 3),
-        p50_us=round(ours.p50_us, 3),
-        p99_us=round(ours.p99_us, 3),
         GBps=round(task.mix.total / ours.time_us / 1e3, 3),
         stream=outcome.stream,
         stream_GBps=round(task.mix.total / outcome.stream_us / 1e3, 3),
@@ -129,14 +131,16 @@ def _run_task(codec: str, task: CodecTask, x: torch.Tensor, iters: int | None) -
         torch_us=round(torch_us, 3),
         torch_ratio=round(torch_us / ours.time_us, 3),
         wrong=wrong,
+        **ours.columns(),
     )
 
 
 def _compare(rows: list[CodecRow]) -> list[str]:
     """The speed of a selection, in words."""
     return [
-        f"{row.codec} {row.dtype}: {row.operation} {row.torch_ratio:.1f} times faster than "
-        f"torch.topk, {100 / row.stream_percent:.2f} times a plain read"
+        f"{row.codec} {row.dtype} {human_bytes(row.bytes)}: {row.operation} "
+        f"{row.torch_ratio:.1f} times faster than torch.topk, "
+        f"{100 / row.stream_percent:.2f} times a plain read"
         for row in rows
         if row.torch_way == "topk"
     ]

@@ -6,7 +6,6 @@ The table has nccl-tests' columns.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm.bench import floor, measure, peers, verify
 from pycomm.bench.contestants import (
+    IN_PLACE,
     Case,
     CollectiveRow,
     Compressed,
@@ -24,7 +24,8 @@ from pycomm.bench.contestants import (
     Pycomm,
     make_row,
 )
-from pycomm.bench.report import RankSettings, Results, human_bytes
+from pycomm.bench.gpu import machine
+from pycomm.bench.report import SPREAD, RankSettings, Results, human_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,23 +43,19 @@ class CollectiveSettings(RankSettings):
     compressions: tuple[str, ...] = ("none",)
     feedback: bool = False
     peers: tuple[str, ...]
-    warmup_iters: int | None
     check: bool
     brief: bool
     device: str
-    plot: str | None
 
 
-HEADER = """\
-#       size        count      type  redop  impl       algorithm    buffer compression         wire        time   algbw   busbw  #wrong       p50       p99   time
-#        (B)   (elements)                                                                       (B)        (us)  (GB/s)  (GB/s)               (us)      (us) /floor"""  # noqa: E501
+HEADER = f"""\
+#       size        count      type  redop  impl       algorithm    buffer compression         wire        time   algbw   busbw  #wrong {SPREAD}   time
+#        (B)   (elements)                                                                       (B)        (us)  (GB/s)  (GB/s)              (us)      (us)      (us)      (us) /floor"""  # noqa: E501
 
 
-def run(settings: CollectiveSettings) -> None:
+def run(settings: CollectiveSettings) -> Results[CollectiveRow]:
     """Measures everything in the settings; rank 0 prints, writes and plots."""
     group = pycomm.init(timeout=settings.timeout, cuda_heap_bytes=_cuda_heap_bytes(settings))
-    if settings.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.manual_seed(group.rank)  # random numbers differ between ranks, as gradients do
     alone = pycomm.init(dist.new_group([group.rank], use_local_synchronization=True))
     probes = floor.probes(group, alone, settings.benchmark, settings.buffers)
@@ -80,15 +77,14 @@ def run(settings: CollectiveSettings) -> None:
                 results.say(*compare(added))
             else:
                 results.add(added)
+    if settings.device == "cuda" and group.rank == 0:
+        results.meta["links_after"] = machine.links()
     results.meta["barrier_us_after"] = round(measure.barrier_us(group), 3)
     results.comment(*floor.describe(results.meta["floor"], settings.buffers))
     results.end(*compare(results.rows))
-    if settings.plot is not None and group.rank == 0:
-        from pycomm.bench import plot
-
-        plot.draw(settings.plot, results.meta, results.rows)
     alone.close()
     group.close()
+    return results
 
 
 def _begin(
@@ -104,10 +100,13 @@ def _begin(
         refused=refused,
         floor=[],
     )
+    if settings.device == "cuda" and group.rank == 0:
+        results.meta |= {"gpu": machine.gpu(), "links_before": machine.links()}
     results.meta["barrier_us_before"] = round(measure.barrier_us(group), 3)
     notes = [f"no {name}: {reason}" for name, reason in absent.items()]
     notes += [f"not compressed: {', '.join(refused)}"] if refused else []
-    what = f"{settings.benchmark}, {group.size} ranks on {results.place}"
+    dtypes = ", ".join(settings.dtypes)
+    what = f"{settings.benchmark} of {dtypes}, {group.size} ranks on {results.place}"
     results.begin(what, HEADER, *notes)
     return results
 
@@ -119,7 +118,7 @@ def expand(settings: CollectiveSettings, ranks: int) -> Iterator[Case]:
     """
     for size, name, op in itertools.product(settings.sizes, settings.dtypes, settings.ops):
         dtype: torch.dtype = getattr(torch, name)
-        blocks = 1 if settings.benchmark in ("all_reduce", "broadcast") else ranks
+        blocks = 1 if settings.benchmark in (*IN_PLACE, "send_recv") else ranks
         unit = blocks * dtype.itemsize
         count = max(size // unit, 1) * blocks
         yield Case(settings.benchmark, dtype, op, count, ranks, settings.device)

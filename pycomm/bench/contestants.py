@@ -6,15 +6,19 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import pycomm
 from pycomm._inputs import CODED_ALGORITHMS, COMPRESSIBLE
 from pycomm.bench.measure import Figures, Prepared
-from pycomm.bench.report import ResultRow
+from pycomm.bench.report import TimedRow
 
+IN_PLACE = ("all_reduce", "broadcast", "reduce")
+GATHERS = ("all_gather", "gather")  # the input is a block of the output
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+ROOT = 0
 DENSE_ALGORITHMS = ("ring", "tree")  # they run with codecs, but not with top-k
 
 
@@ -23,10 +27,10 @@ class Case:
     """One case of the benchmark, which every contestant runs.
 
     Attributes:
-        collective: all_reduce, reduce_scatter, all_gather or broadcast.
+        collective: a word of the command line.
         dtype: dtype of the elements.
         op: the reduction.
-        count: elements of the whole tensor: reduce_scatter's input, or all_gather's output.
+        count: elements of the whole tensor: the larger one of input and output.
         ranks: how many take part.
         device: where the tensors lie.
     """
@@ -51,10 +55,12 @@ class Case:
     def tensors(self, empty: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """A rank's input and output, made by `empty`; the same tensor if it works in place."""
         whole = empty(self.count, dtype=self.dtype)
-        if self.collective in ("all_reduce", "broadcast"):
+        if self.collective in IN_PLACE:
             return whole, whole
+        if self.collective in ("all_to_all", "send_recv"):
+            return whole, empty(self.count, dtype=self.dtype)
         block = empty(self.count // self.ranks, dtype=self.dtype)
-        return (block, whole) if self.collective == "all_gather" else (whole, block)
+        return (block, whole) if self.collective in GATHERS else (whole, block)
 
     def data(self, source: torch.Tensor) -> torch.Tensor:
         """What `source` gets before each sample: normal deviates, or small integers."""
@@ -71,7 +77,7 @@ def bus_factor(collective: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth: bytes on the slowest link per byte of the tensor."""
     if collective == "all_reduce":
         return 2 * (ranks - 1) / ranks
-    if collective == "broadcast":
+    if collective in ("broadcast", "reduce", "send_recv"):
         return 1.0
     return (ranks - 1) / ranks
 
@@ -101,6 +107,14 @@ class Contestant(ABC):
         """Makes the tensors; every rank calls it, in the same order."""
 
 
+Value = TypeVar("Value")
+
+
+def only_if(condition: bool, value: Value) -> Value | None:
+    """The value, or None."""
+    return value if condition else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pycomm(Contestant):
     """pycomm with one algorithm on one kind of buffer."""
@@ -118,13 +132,26 @@ class Pycomm(Contestant):
         empty = self.group.empty if self.buffer == "window" else torch.empty
         source, result = case.tensors(functools.partial(empty, device=case.device))
         group, op, algorithm = self.group, case.op, self.algorithm
+        at_root = functools.partial(only_if, group.rank == ROOT)
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: pycomm.all_reduce(source, op, algorithm=algorithm, group=group),
             "reduce_scatter": lambda: pycomm.reduce_scatter(result, source, op, group=group),
             "all_gather": lambda: pycomm.all_gather(result, source, group=group),
-            "broadcast": lambda: pycomm.broadcast(source, group=group),
+            "broadcast": lambda: pycomm.broadcast(source, ROOT, group=group),
+            "reduce": lambda: pycomm.reduce(source, ROOT, op, group=group),
+            "gather": lambda: pycomm.gather(source, at_root(result), ROOT, group=group),
+            "scatter": lambda: pycomm.scatter(result, at_root(source), ROOT, group=group),
+            "all_to_all": lambda: pycomm.all_to_all(result, source, group=group),
+            "send_recv": lambda: self._pass_on(source, result),
         }
         return Prepared(source, result, calls[case.collective], case.data(source))
+
+    def _pass_on(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """Sends to the next rank, and receives from the one before."""
+        group = self.group
+        request = pycomm.isend(source, (group.rank + 1) % group.size, group=group)
+        pycomm.recv(result, (group.rank - 1) % group.size, group=group)
+        request.wait()
 
     def chosen(self, case: Case) -> str | None:
         """The algorithm that ``"auto"`` picks for an all-reduce; None if there is no choice."""
@@ -193,7 +220,7 @@ class Compressed(Pycomm):
 
 
 @dataclass(frozen=True)
-class CollectiveRow(ResultRow):
+class CollectiveRow(TimedRow):
     """One contestant's result in one case.
 
     Attributes:
@@ -217,10 +244,6 @@ class CollectiveRow(ResultRow):
     bytes: int
     wire_bytes: int | None
     count: int
-    iterations: int
-    time_us: float
-    p50_us: float
-    p99_us: float
     algbw_GBps: float  # noqa: N815 - the unit
     busbw_GBps: float  # noqa: N815 - the unit
     wrong: int | None
@@ -228,7 +251,7 @@ class CollectiveRow(ResultRow):
 
     def line(self) -> str:
         """The line of the table."""
-        op = self.op if self.collective in ("all_reduce", "reduce_scatter") else "none"
+        op = self.op if self.collective in REDUCTIONS else "none"
         algorithm = f"{self.algorithm}:{self.chosen}" if self.chosen else self.algorithm
         wrong = "N/A" if self.wrong is None else str(self.wrong)
         wire = "" if self.wire_bytes is None else str(self.wire_bytes)
@@ -237,8 +260,13 @@ class CollectiveRow(ResultRow):
             f"{self.bytes:12} {self.count:12} {self.dtype:>9} {op:>6}  "
             f"{self.impl:10} {algorithm:12} {self.buffer:6} {self.compression:11} {wire:>12} "
             f"{self.time_us:11.2f} {self.algbw_GBps:7.2f} {self.busbw_GBps:7.2f} {wrong:>7} "
-            f"{self.p50_us:9.2f} {self.p99_us:9.2f} {over:>6}"
+            f"{self.spread()} {over:>6}"
         ).rstrip()
+
+    def point(self) -> tuple[str, int, str]:
+        """See :meth:`TimedRow.point`."""
+        words = (self.impl, self.algorithm, self.buffer, self.compression, self.dtype, self.op)
+        return " ".join(words), self.bytes, "bytes"
 
 
 def make_row(
@@ -266,12 +294,9 @@ def make_row(
         bytes=case.nbytes,
         wire_bytes=ours.wire_bytes(case) if ours else None,
         count=case.count,
-        iterations=figures.iterations,
-        time_us=round(figures.time_us, 3),
-        p50_us=round(figures.p50_us, 3),
-        p99_us=round(figures.p99_us, 3),
         algbw_GBps=round(bandwidth, 3),
         busbw_GBps=round(bandwidth * bus_factor(case.collective, case.ranks), 3),
         wrong=wrong,
         over_floor=round(figures.time_us / floor_us, 2) if floor_us else None,
+        **figures.columns(),
     )

@@ -35,6 +35,7 @@ _LINE = 64  # bytes
 
 Route = _C.Crossing.Route
 # Per collective and buffer, the competing routes. For tensors in the window all of them count.
+# Other collectives have no floor.
 ROUTES: dict[str, dict[str, tuple[_C.Crossing.Route, ...]]] = {
     "all_reduce": {
         "tensor": (Route.one_shot, Route.two_shot),
@@ -148,7 +149,7 @@ class LoneRankProbe(Pycomm):
 
     def supports(self, case: Case) -> bool:
         """True if the call is a part of the time."""
-        return case.nbytes <= SMALL
+        return case.nbytes <= SMALL and case.collective != "send_recv"
 
     def prepare(self, case: Case) -> Prepared:
         """The case with one rank."""
@@ -167,7 +168,7 @@ def probes(
         buffers: whose floors are wanted.
     """
     found: list[Contestant] = []
-    for buffer, routes in ROUTES[collective].items():
+    for buffer, routes in ROUTES.get(collective, {}).items():
         if buffer == "tensor" or buffer in buffers:
             found += [
                 CrossingProbe(
@@ -182,7 +183,7 @@ def probes(
                 for tile in (0, *TILES)
                 if route != Route.one_shot or tile == 0
             ]
-    if "window" in buffers:
+    if "window" in buffers and collective in ROUTES:
         ladders = LADDERS if collective == "all_reduce" else OUT_OF_PLACE
         names = streams(_mix(collective, MIB, group.size), "cpu", ladders)
         found += [

@@ -29,6 +29,13 @@ def require(*modules: str) -> None:
         raise SystemExit(f"needs {' and '.join(missing)}: pip install 'torch-pycomm[bench]'")
 
 
+def without_nccl(ranks: int) -> str | None:
+    """The reason why ranks on this machine cannot exchange over NCCL; None if they can."""
+    if dist.is_nccl_available() and torch.cuda.device_count() >= ranks:
+        return None
+    return "needs torch with NCCL and a GPU per rank"
+
+
 def under_torchrun() -> bool:
     """True if torchrun, or a launcher with its environment, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -75,13 +82,14 @@ def run(
         _call(body, args)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the children as they load OpenMP
-        store = _host_store()
+        store = host_store()
         arguments = (ranks, store.port, timeout, backend, device, body, args)
         # Daemons: they end when this process does, by Ctrl-C for example.
         spawn(_spawned, arguments, nprocs=ranks, daemon=True)  # type: ignore[no-untyped-call]
 
 
-def _host_store() -> TCPStore:
+def host_store() -> TCPStore:
+    """The store in which ranks of this machine meet, in this process."""
     return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
 
 
@@ -95,7 +103,7 @@ def _spawned(
     body: Callable[..., object],
     args: tuple[Any, ...],
 ) -> None:
-    _join(TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout, backend, device)
+    join(TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout, backend, device)
     _call(body, args)
 
 
@@ -103,14 +111,19 @@ def _join_mpi(timeout: float, backend: str, device: str) -> None:
     from mpi4py import MPI
 
     rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    store = _host_store() if rank == 0 else None
+    store = host_store() if rank == 0 else None
     port = MPI.COMM_WORLD.bcast(store.port if store is not None else None)
     store = store or TCPStore(LOOPBACK, port, is_master=False)
-    _join(store, rank, ranks, timeout, backend, device)
+    join(store, rank, ranks, timeout, backend, device)
 
 
-def _join(
-    store: TCPStore, rank: int, ranks: int, timeout: float, backend: str, device: str
+def join(
+    store: TCPStore,
+    rank: int,
+    ranks: int,
+    timeout: float,
+    backend: str = "gloo",
+    device: str = "cpu",
 ) -> None:
     """Enters torch.distributed, and sets what torchrun would have set."""
     os.environ |= {
@@ -128,6 +141,8 @@ def _join(
 
 
 def _enter(store: Store, rank: int, ranks: int, timeout: float, backend: str, device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if backend == "gloo" and device == "cuda":
         torch_distributed.join(store, rank, ranks, Deadline(timeout))
         return

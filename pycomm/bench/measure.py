@@ -12,13 +12,15 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import pycomm
+from pycomm.bench.report import Settings
 
 ROUNDS = 7
 # Bounds of the calls per contestant and case; within them, as many as fit into the budget.
@@ -63,20 +65,35 @@ class Figures:
         time_us: for each round, the mean over the middle half of its samples, which preemption
             does not affect; then the median over rounds.
         p50_us: the median over all samples.
+        p95_us: the 95th percentile over all samples.
         p99_us: the 99th percentile over all samples.
+        max_us: the longest sample.
         iterations: the number of samples.
     """
 
     time_us: float
     p50_us: float
+    p95_us: float
     p99_us: float
+    max_us: float
     iterations: int
+
+    def columns(self, without_us: float = 0.0) -> dict[str, Any]:
+        """The fields of a :class:`pycomm.bench.report.TimedRow`.
+
+        Args:
+            without_us: subtracted from all times.
+        """
+        times = {name: value for name, value in vars(self).items() if name.endswith("_us")}
+        return {"iterations": self.iterations} | {
+            name: round(value - without_us, 3) for name, value in times.items()
+        }
 
 
 def compete(
     group: pycomm.Group | None,
     contestants: Mapping[str, Callable[[], object] | Prepared],
-    iters: int | None = None,
+    settings: Settings,
     device: str = "cpu",
 ) -> dict[str, Figures]:
     """Times calls by name; see :func:`interleave`. The calls get no new input."""
@@ -85,7 +102,8 @@ def compete(
         run if isinstance(run, Prepared) else Prepared(nothing, nothing, run)
         for run in contestants.values()
     ]
-    return dict(zip(contestants, interleave(group, runs, iters), strict=True))
+    figures = interleave(group, runs, settings.iters, settings.warmup_iters)
+    return dict(zip(contestants, figures, strict=True))
 
 
 def interleave(
@@ -103,7 +121,7 @@ def interleave(
         warmup_iters: untimed calls before each block; by default a tenth of the block.
     """
     gc.disable()
-    counts = _fitting(group, runs) if iters is None else [iters] * len(runs)
+    counts = fitting(group, runs) if iters is None else [iters] * len(runs)
     blocks = [_split(count) for count in counts]
     samples: list[list[list[int]]] = [[] for _ in runs]
     for number in range(len(blocks[0])):
@@ -129,7 +147,7 @@ def barrier_us(group: pycomm.Group, calls: int = 2000) -> float:
     return _figures(group, [[_block(group, run, calls // 10, calls)]])[0].p50_us
 
 
-def _fitting(group: pycomm.Group | None, runs: list[Prepared]) -> list[int]:
+def fitting(group: pycomm.Group | None, runs: Sequence[Prepared]) -> list[int]:
     """The calls of each contestant that fit into the budget: the same numbers on every rank."""
     pilots = [min(_block(group, run, PILOT_CALLS, PILOT_CALLS)) for run in runs]
     return [min(max(int(BUDGET_S * 1e9 / ns), FEWEST), MOST) for ns in _slowest(group, pilots)]
@@ -146,8 +164,8 @@ def _slowest(group: pycomm.Group | None, samples: list[int]) -> list[int]:
 
 def _block(group: pycomm.Group | None, run: Prepared, warmup: int, calls: int) -> list[int]:
     """Nanoseconds of each call in a sequence, on this rank."""
-    call, clock = _synchronised(run, run.call), time.perf_counter_ns
-    rewrite = _synchronised(run, run.rewrite)
+    device, clock = run.source.device.type, time.perf_counter_ns
+    call, rewrite = (synchronised(each, device) for each in (run.call, run.rewrite))
 
     def sample() -> int:
         rewrite()
@@ -162,9 +180,9 @@ def _block(group: pycomm.Group | None, run: Prepared, warmup: int, calls: int) -
     return [sample() for _ in range(calls)]
 
 
-def _synchronised(run: Prepared, function: Callable[[], object]) -> Callable[[], object]:
-    """The function, complete when it returns."""
-    if run.source.device.type == "cpu":
+def synchronised(function: Callable[[], object], device: str) -> Callable[[], object]:
+    """The function, whose work on the device is complete when it returns."""
+    if device == "cpu":
         return function
 
     def call() -> None:
@@ -176,25 +194,28 @@ def _synchronised(run: Prepared, function: Callable[[], object]) -> Callable[[],
 
 def _figures(group: pycomm.Group | None, samples: list[list[list[int]]]) -> list[Figures]:
     """The figures of every contestant, from its samples per round; the same on all ranks."""
-    return [_figure([_slowest(group, block) for block in rounds]) for rounds in samples]
+    return [summarise([_slowest(group, block) for block in rounds], 1e3) for rounds in samples]
 
 
-def _figure(rounds: list[list[int]]) -> Figures:
+def summarise(rounds: Sequence[Sequence[float]], unit: float) -> Figures:
+    """The figures of samples of which `unit` make a microsecond."""
     ordered = sorted(itertools.chain.from_iterable(rounds))
     return Figures(
-        time_us=statistics.median(map(middle_mean, rounds)) / 1e3,
-        p50_us=percentile(ordered, 0.5) / 1e3,
-        p99_us=percentile(ordered, 0.99) / 1e3,
+        time_us=statistics.median(map(middle_mean, rounds)) / unit,
+        p50_us=percentile(ordered, 0.5) / unit,
+        p95_us=percentile(ordered, 0.95) / unit,
+        p99_us=percentile(ordered, 0.99) / unit,
+        max_us=ordered[-1] / unit,
         iterations=len(ordered),
     )
 
 
-def percentile(ordered: list[int], share: float) -> int:
+def percentile(ordered: Sequence[float], share: float) -> float:
     """The smallest sample that at least `share` of the sorted samples do not exceed."""
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
 
 
-def middle_mean(samples: list[int]) -> float:
+def middle_mean(samples: Sequence[float]) -> float:
     """The mean without the lowest and the highest quarter."""
     quarter = len(samples) // 4
     return statistics.fmean(sorted(samples)[quarter : len(samples) - quarter])

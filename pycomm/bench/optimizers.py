@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from pycomm import optim
 from pycomm.bench import peers
-from pycomm.bench.report import ResultRow, Results, Settings
+from pycomm.bench.report import SPREAD, Results, Settings, TimedRow
 from pycomm.bench.streams import Mix, Outcome, Task
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
@@ -26,10 +27,19 @@ SMALL = (500, 1 << 10, 100 << 10)  # tensors, elements of the smallest and the l
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerBenchSettings(Settings):
-    """A whole run, as asked for; see ``python -m pycomm.bench optimizer -h``."""
+    """A whole run, as asked for; see ``python -m pycomm.bench optimizer -h``.
 
-    name: str
+    Attributes:
+        names: the rules.
+        sizes: bytes of all parameters, if they were fp32.
+        name: the rule of a case.
+        count: the elements of all its parameters.
+    """
+
+    names: tuple[str, ...] = ()
     schemes: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    name: str = "adamw"
     count: int = 0
     small: bool = False
     full: bool = False
@@ -58,11 +68,12 @@ class Scheme:
         return Mix(int(read * count), int(write * count))
 
 
-BF16 = torch.bfloat16
+FP16, BF16 = torch.float16, torch.bfloat16
 REMAINDER = {"master_weights": "remainder"}
 SCHEMES = {
     "fp32": Scheme(torch.float32, {}, 0, 4),
     "fp32_8bit": Scheme(torch.float32, {"states": "8bit"}, 0, 1 + 4 / 256),
+    "fp16_master": Scheme(FP16, {"master_weights": "fp32"}, 4, 4),
     "bf16_master": Scheme(BF16, {"master_weights": "fp32"}, 4, 4),
     "bf16_remainder": Scheme(BF16, REMAINDER, 2, 4),
     "bf16_remainder_bf16": Scheme(BF16, {**REMAINDER, "states": "bf16"}, 2, 2),
@@ -73,7 +84,7 @@ SCHEMES = {
 
 
 @dataclass(frozen=True)
-class OptimizerRow(ResultRow):
+class OptimizerRow(TimedRow):
     """One way to step one scheme.
 
     Attributes:
@@ -92,7 +103,6 @@ class OptimizerRow(ResultRow):
     count: int
     tensors: int
     bytes: int
-    time_us: float
     ns_per_parameter: float
     GBps: float
     stream_percent: float
@@ -103,24 +113,33 @@ class OptimizerRow(ResultRow):
         return (
             f"{self.count:11} {self.tensors:8}  {self.optimizer:9}  {self.scheme:20}  "
             f"{self.impl:12}{self.bytes / self.count:8.2f} {self.ns_per_parameter:9.3f} "
-            f"{self.GBps:7.2f} {self.stream_percent:9.1f} {self.ratio:7.3f}"
+            f"{self.GBps:7.2f} {self.stream_percent:9.1f} {self.ratio:7.3f} {self.spread()}"
         )
 
+    def point(self) -> tuple[str, int, str]:
+        """See :meth:`TimedRow.point`."""
+        return f"{self.optimizer} {self.scheme} {self.impl}", self.count, "parameters"
 
-HEADER = "#  elements  tensors  optimizer  scheme                impl         B/param  ns/param    GB/s  share(%)   ratio"  # noqa: E501
+
+HEADER = f"""\
+#  elements  tensors  optimizer  scheme                impl         B/param  ns/param    GB/s  share(%)   ratio {SPREAD}
+#                                                                                                               (us)      (us)      (us)      (us)"""  # noqa: E501
 
 
-def run(settings: OptimizerBenchSettings) -> None:
+def run(settings: OptimizerBenchSettings) -> Results[OptimizerRow]:
     """Measures everything in the settings, prints and writes."""
     torch.set_num_threads(settings.threads)
     results: Results[OptimizerRow] = Results(settings)
     where = "CUDA" if settings.device == "cuda" else f"{settings.threads} threads"
     results.begin(f"optimizers on {where}; {results.place}", HEADER)
-    for name in settings.schemes:
-        task, absent = make_task(name, settings)
+    sizes = settings.sizes[:1] if settings.small else settings.sizes
+    for name, scheme, nbytes in itertools.product(settings.names, settings.schemes, sizes):
+        case = replace(settings, name=name, count=max(nbytes // 4, 1))
+        task, absent = make_task(scheme, case)
         results.comment(*absent)
-        results.add(_rows(task, task.compete(settings.iters, settings.device), settings))
+        results.add(_rows(task, task.compete(settings, settings.device), case))
     results.end()
+    return results
 
 
 def make_task(name: str, settings: OptimizerBenchSettings) -> tuple[Task, list[str]]:
@@ -156,11 +175,11 @@ def _rows(task: Task, outcome: Outcome, settings: OptimizerBenchSettings) -> lis
                 count=count,
                 tensors=len(sizes),
                 bytes=moved,
-                time_us=round(figures.time_us, 3),
                 ns_per_parameter=round(figures.time_us / count * 1e3, 4),
                 GBps=round(moved / figures.time_us / 1e3, 2),
                 stream_percent=round(100 * floor_us / figures.time_us, 1),
                 ratio=round(figures.time_us / outcome.figures["pycomm"].time_us, 3),
+                **figures.columns(),
             )
         )
     return rows
@@ -180,11 +199,9 @@ def make_sizes(settings: OptimizerBenchSettings) -> list[int]:
 def make_params(settings: OptimizerBenchSettings, dtype: torch.dtype) -> list[torch.nn.Parameter]:
     """Makes parameters with random gradients."""
     params = []
-    generator = torch.Generator(settings.device).manual_seed(0)
+    torch.manual_seed(0)
     for size in make_sizes(settings):
-        values, grad = (
-            torch.randn(size, generator=generator, device=settings.device) for _ in range(2)
-        )
+        values, grad = (torch.randn(size, device=settings.device) for _ in range(2))
         params.append(torch.nn.Parameter(values.to(dtype)))
         params[-1].grad = grad.to(dtype)
     return params

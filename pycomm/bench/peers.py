@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -20,8 +21,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import pycomm
+from pycomm._runtime.cuda import SYMMETRIC_MEMORY
+from pycomm._runtime.torch_private import environment, symmetric_handle, symmetric_tensor
 from pycomm.bench import launch, training
-from pycomm.bench.contestants import Case, Contestant
+from pycomm.bench.contestants import ROOT, Case, Contestant, only_if
 from pycomm.bench.measure import Prepared
 from pycomm.bench.training import SETTLING, Trainee, TrainingSettings
 
@@ -72,8 +75,8 @@ class TorchPeer(Contestant):
     @staticmethod
     def nccl() -> list[Contestant]:
         """NCCL, one GPU per rank."""
-        if not dist.is_nccl_available() or torch.cuda.device_count() < dist.get_world_size():
-            raise AbsentError("needs torch with NCCL and a GPU per rank")
+        if (reason := launch.without_nccl(dist.get_world_size())) is not None:
+            raise AbsentError(reason)
         group = dist.new_group(backend="nccl")
         return [TorchPeer(impl="nccl", process_group=group, device="cuda")]
 
@@ -89,6 +92,11 @@ class TorchPeer(Contestant):
         names = {"prod": "PRODUCT"}
         op = getattr(dist.ReduceOp, names.get(case.op, case.op.upper()))
         group = self.process_group
+        at_root = functools.partial(only_if, dist.get_rank() == ROOT)
+
+        def blocks(whole: torch.Tensor) -> list[torch.Tensor]:
+            return list(whole.chunk(case.ranks))
+
         # torch 2.13 renamed these two and warns at the old names.
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -96,9 +104,24 @@ class TorchPeer(Contestant):
             "all_reduce": lambda: dist.all_reduce(source, op, group),
             "reduce_scatter": lambda: scatter(result, source, op, group),
             "all_gather": lambda: gather(result, source, group),
-            "broadcast": lambda: dist.broadcast(source, 0, group),
+            "broadcast": lambda: dist.broadcast(source, ROOT, group),
+            "reduce": lambda: dist.reduce(source, ROOT, op, group),
+            "gather": lambda: dist.gather(source, at_root(blocks(result)), ROOT, group),
+            "scatter": lambda: dist.scatter(result, at_root(blocks(source)), ROOT, group),
+            "all_to_all": lambda: dist.all_to_all_single(result, source, group=group),
+            "send_recv": lambda: self._pass_on(source, result),
         }
         return Prepared(source, result, calls[case.collective], case.data(source))
+
+    def _pass_on(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """Sends to the next rank, and receives from the one before."""
+        rank, ranks, group = dist.get_rank(), dist.get_world_size(), self.process_group
+        both = [
+            dist.P2POp(dist.isend, source, (rank + 1) % ranks, group),
+            dist.P2POp(dist.irecv, result, (rank - 1) % ranks, group),
+        ]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +160,67 @@ class MpiPeer(Contestant):
         if self.algorithm == "two_buffers":
             result = torch.empty_like(source)
         given, taken = source.numpy(), result.numpy()
+        at_root = functools.partial(only_if, world.rank == ROOT)
         send = given if self.algorithm == "two_buffers" else MPI.IN_PLACE
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: world.Allreduce(send, taken, op),
             "reduce_scatter": lambda: world.Reduce_scatter_block(given, taken, op),
             "all_gather": lambda: world.Allgather(given, taken),
-            "broadcast": lambda: world.Bcast(given, 0),
-        }
+            "broadcast": lambda: world.Bcast(given, ROOT),
+            "reduce": lambda: world.Reduce(at_root(MPI.IN_PLACE) or given, taken, op, ROOT),
+            "gather": lambda: world.Gather(given, at_root(taken), ROOT),
+            "scatter": lambda: world.Scatter(at_root(given), taken, ROOT),
+            "all_to_all": lambda: world.Alltoall(given, taken),
+            "send_recv": lambda: world.Sendrecv(
+                given, (world.rank + 1) % world.size, recvbuf=taken,
+                source=(world.rank - 1) % world.size,
+            ),
+        }  # fmt: skip
         return Prepared(source, result, calls[case.collective], case.data(source))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymmetricMemoryPeer(Contestant):
+    """All-reduces in torch's symmetric memory, whose tensors all ranks map."""
+
+    impl: str = "symm_mem"
+
+    @staticmethod
+    def find() -> list[Contestant]:
+        """Its one-shot and two-shot kernels."""
+        if not may_have_symmetric_memory():
+            raise AbsentError("needs torch with CUDA")
+        return [SymmetricMemoryPeer(algorithm=name) for name in ("one_shot", "two_shot")]
+
+    def supports(self, case: Case) -> bool:
+        """Sums of float32 and bfloat16, of multiples of 16 bytes per rank."""
+        summing = case.collective == "all_reduce" and case.op == "sum" and case.device == "cuda"
+        aligned = case.nbytes % (16 * case.ranks) == 0
+        return summing and aligned and case.dtype in (torch.float32, torch.bfloat16)
+
+    def prepare(self, case: Case) -> Prepared:
+        """A tensor in symmetric memory, which two-shot reduces in place."""
+        world = dist.group.WORLD
+        assert world is not None
+        with environment(SYMMETRIC_MEMORY):
+            device = torch.device("cuda", torch.cuda.current_device())
+            memory = symmetric_tensor(case.nbytes, device)
+            source = memory.view(case.dtype).zero_()
+            symmetric_handle(source, world)
+        result, name = source, world.group_name
+        call: Callable[[], object] = functools.partial(
+            torch.ops.symm_mem.two_shot_all_reduce_, source, "sum", name
+        )
+        if self.algorithm == "one_shot":
+            result = torch.empty_like(source)
+            reduce = torch.ops.symm_mem.one_shot_all_reduce_out
+            call = functools.partial(reduce, source, "sum", name, result)
+        return Prepared(source, result, call, case.data(source))
+
+
+def may_have_symmetric_memory() -> bool:
+    """True if torch has kernels for it."""
+    return torch.version.cuda is not None and torch.cuda.is_available()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,11 +266,12 @@ COLLECTIVES: dict[str, Callable[[], list[Contestant]]] = {
     "mpi": MpiPeer.find,
     "deepspeed": DeepSpeedPeer.find,
     "nccl": TorchPeer.nccl,
+    "symm_mem": SymmetricMemoryPeer.find,
 }
 
 
 OPTIMIZERS = ("torch", "deepspeed")
-_TORCH = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+TORCH_RULES = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
 def make_optimizer(
@@ -217,9 +294,9 @@ def make_optimizer(
     device = params[0].device.type
     made: torch.optim.Optimizer
     if peer == "torch":
-        if name not in _TORCH:
+        if name not in TORCH_RULES:
             raise ValueError(f"torch.optim has no {name}")
-        made = _TORCH[name](params, fused=True, **options)
+        made = TORCH_RULES[name](params, fused=True, **options)
     else:
         if name not in ("adam", "adamw") or device != "cpu":
             raise ValueError(f"DeepSpeed's CPUAdam is no {name} on {device}")

@@ -1,4 +1,4 @@
-"""Draws results: latency and bus bandwidth over size, with a line per contestant."""
+"""Draws results: latency and bandwidth of collectives, lines over size, or bars of one size."""
 
 from __future__ import annotations
 
@@ -12,33 +12,137 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from pycomm.bench.report import human_bytes
+from pycomm.bench.contestants import CollectiveRow
+from pycomm.bench.report import MIB, TimedRow, human_bytes
+from pycomm.bench.scaling import ScalingRow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pycomm.bench.contestants import CollectiveRow
 
 # Okabe and Ito's colours, told apart by every kind of eye; the marks tell lines apart in print.
 OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
-THEIRS = {"gloo": "#666666", "mpi": "#E69F00", "deepspeed": "#000000", "nccl": "#999999"}
-MARKS = {"pycomm": "o", "gloo": "s", "mpi": "D", "deepspeed": "^", "nccl": "v"}
+THEIRS = {
+    "gloo": "#666666",
+    "mpi": "#E69F00",
+    "deepspeed": "#000000",
+    "nccl": "#999999",
+    "symm_mem": "#F0E442",
+}
+MARKS = {"pycomm": "o", "gloo": "s", "mpi": "D", "deepspeed": "^", "nccl": "v", "symm_mem": "P"}
 MOST_TICKS = 9
+FEW = 50  # times the shortest bar, the others need a logarithmic axis
 
 Key = tuple[str, str, str, str, str, str]
 
 
-def draw(path: str, meta: dict[str, Any], rows: Sequence[CollectiveRow]) -> None:
-    """Writes a PNG with a panel for latency and one for bandwidth.
+FORMS: dict[str, Callable[[int], str]] = {
+    "bytes": human_bytes,
+    "parameters": lambda count: f"{count / MIB:g}M",
+    "ranks": str,
+}
+
+
+def draw(path: str, title: str, rows: Sequence[TimedRow]) -> None:
+    """Writes a PNG of a table.
 
     Args:
         path: the file; its folder is created.
-        meta: the circumstances of the run.
-        rows: its results.
+        title: what was measured, and where.
+        rows: the results.
     """
+    labels, sizes = {row.point()[0] for row in rows}, [row.point()[1] for row in rows]
+    if collectives := [row for row in rows if isinstance(row, CollectiveRow)]:
+        figure = _draw_collectives(collectives)
+    elif scaled := [row for row in rows if isinstance(row, ScalingRow)]:
+        figure = _draw_scaling(scaled)
+    elif all(size > 0 for size in sizes) and len(set(sizes)) > 1 and len(labels) < len(rows):
+        figure = _draw_lines(rows)
+    else:
+        figure = _draw_bars(rows)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    save(figure, path)
+
+
+def _draw_lines(rows: Sequence[TimedRow]) -> Figure:
+    """The median time of every contestant over the size."""
+    figure, panel = plt.subplots(figsize=(9, 5.6), layout="constrained")
+    lines: dict[str, list[TimedRow]] = {}
+    for row in rows:
+        lines.setdefault(row.point()[0], []).append(row)
+    for number, (label, line) in enumerate(lines.items()):
+        sizes = [row.point()[1] for row in line]
+        colour, mark = OURS[number % len(OURS)], "osD^v"[number // len(OURS) % 5]
+        times = [row.p50_us for row in line]
+        panel.plot(sizes, times, label=label, color=colour, marker=mark, markersize=4.5)
+    panel.set(ylabel="median time in µs (lower is better)", yscale="log")
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    unit = rows[0].point()[2]
+    _finish_panel(panel, sorted({row.point()[1] for row in rows}), FORMS[unit], unit)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def _draw_bars(rows: Sequence[TimedRow]) -> Figure:
+    """A bar as long as the median of each row, and a line from there to the 99th percentile."""
+    height = 1.6 + 0.28 * len(rows)
+    figure, panel = plt.subplots(figsize=(9, height), layout="constrained")
+    at, medians = range(len(rows)), [row.p50_us for row in rows]
+    late = [row.p99_us - row.p50_us for row in rows]
+    panel.barh(at, medians, color=OURS[0], height=0.6)
+    panel.errorbar(medians, at, xerr=[[0.0] * len(rows), late], fmt="none", ecolor="#666666")
+    panel.set_yticks(at, _bar_labels(rows))
+    panel.invert_yaxis()
+    if max(medians) > FEW * min(medians) > 0:
+        panel.set_xscale("log")
+    panel.set_xlabel("median time in µs, and the 99th percentile (lower is better)")
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    add_grid(panel)
+    return figure
+
+
+def _bar_labels(rows: Sequence[TimedRow]) -> list[str]:
+    """The contestants, with the size where one has several."""
+    points = [row.point() for row in rows]
+    if len({label for label, *_ in points}) == len(rows):
+        return [label for label, *_ in points]
+    return [f"{label}, {FORMS[unit](size)}" for label, size, unit in points]
+
+
+def _draw_scaling(rows: Sequence[ScalingRow]) -> Figure:
+    """A panel for speed-up and one for efficiency, with the ideal lines."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.6), layout="constrained")
+    counts = sorted({row.ranks for row in rows})
+    efficient = [row for row in rows if row.efficiency_percent is not None]
+    left.plot(counts, counts, label="ideal", color="#AAAAAA", linestyle="--")
+    right.axhline(100, color="#AAAAAA", linestyle="--")
+    for number, label in enumerate(dict.fromkeys(row.point()[0] for row in rows)):
+        colour, mark = OURS[number % len(OURS)], "osD^v"[number % 5]
+        style: dict[str, Any] = {"label": label, "color": colour, "marker": mark}
+        for panel, shown, figure_of in (
+            (left, rows, "speedup"),
+            (right, efficient, "efficiency_percent"),
+        ):
+            line = [row for row in shown if row.point()[0] == label]
+            values = [getattr(row, figure_of) for row in line]
+            panel.plot([row.ranks for row in line], values, **style)
+    left.set(title="Speed-up at the same work per rank", ylabel="times one rank's work per time")
+    right.set(title="Efficiency up to a rank per core or GPU", ylabel="efficiency in %")
+    for panel in (left, right):
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("ranks")
+        panel.set_xticks(counts)
+        add_grid(panel)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    return figure
+
+
+def _draw_collectives(rows: Sequence[CollectiveRow]) -> Figure:
+    """A panel for latency and one for bandwidth."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.6), layout="constrained")
     lines = _lines(rows)
     styles = _styles(list(lines))
@@ -51,10 +155,9 @@ def draw(path: str, meta: dict[str, Any], rows: Sequence[CollectiveRow]) -> None
     right.set_ylim(bottom=0)
     left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     for panel in (left, right):
-        _finish_panel(panel, sorted({row.bytes for row in rows}))
-    figure.suptitle(_title(meta, rows), fontsize=14, fontweight="bold")
+        _finish_panel(panel, sorted({row.bytes for row in rows}), human_bytes, "size")
     figure.legend(loc="outside lower center", ncols=4, frameon=False, handlelength=3.2, fontsize=9)
-    save(figure, path)
+    return figure
 
 
 def save(figure: Figure, path: str) -> None:
@@ -115,22 +218,13 @@ def _styles(keys: list[Key]) -> dict[Key, dict[str, Any]]:
     return styles
 
 
-def _finish_panel(panel: Axes, sizes: list[int]) -> None:
+def _finish_panel(panel: Axes, sizes: list[int], form: Callable[[int], str], label: str) -> None:
     """Sets up the axis of sizes, and the grid."""
     panel.set_xscale("log", base=2)
     step = -(-len(sizes) // MOST_TICKS)
     panel.xaxis.set_major_locator(FixedLocator([float(size) for size in sizes[::-1][::step]]))
     panel.xaxis.set_minor_locator(NullLocator())
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(int(value))))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: form(int(value))))
     panel.tick_params(axis="x", rotation=35)
-    panel.set_xlabel("size")
+    panel.set_xlabel(label)
     add_grid(panel)
-
-
-def _title(meta: dict[str, Any], rows: Sequence[CollectiveRow]) -> str:
-    collective = rows[0].collective.replace("_", "-")
-    dtypes = " and ".join(dict.fromkeys(row.dtype for row in rows))
-    machine = meta["machine"]
-    return (
-        f"{collective}, {meta['ranks']} ranks, {dtypes}: {machine['cpu']}, {machine['cores']} cores"
-    )

@@ -25,13 +25,17 @@ class Settings:
     Attributes:
         benchmark: the command line's first word.
         iters: timed calls of each contestant; None takes as many as fit into a fixed time.
+        warmup_iters: untimed calls before each round; None takes a tenth of the round's.
         json: the file to write.
+        plot: the picture to draw.
         command: the command line.
     """
 
     benchmark: str = ""
     iters: int | None = None
+    warmup_iters: int | None = None
     json: str | None = None
+    plot: str | None = None
     command: str = ""
 
 
@@ -56,23 +60,61 @@ class ResultRow(ABC):
         """The line of the table."""
 
 
+SPREAD = "      p50       p95       p99       max"  # above the columns of TimedRow.spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRow(ResultRow):
+    """A result with times; :class:`pycomm.bench.measure.Figures` says how they are taken.
+
+    Attributes:
+        iterations: the number of samples, each of which is the slowest rank's.
+        time_us: the time that ratios are made of.
+        p50_us: half of the samples take at most this time; `p95_us` and `p99_us`: 95 and 99 %.
+        max_us: the longest sample, over all ranks.
+    """
+
+    iterations: int
+    time_us: float
+    p50_us: float
+    p95_us: float
+    p99_us: float
+    max_us: float
+
+    @abstractmethod
+    def point(self) -> tuple[str, int, str]:
+        """Where a plot shows the row: the contestant, the size of the case, and what it counts."""
+
+    def spread(self, unit_us: float = 1.0) -> str:
+        """The columns of the percentiles and the maximum."""
+        times = (self.p50_us, self.p95_us, self.p99_us, self.max_us)
+        return " ".join(f"{time_us / unit_us:9.2f}" for time_us in times)
+
+
 AnyRow = TypeVar("AnyRow", bound=ResultRow)
 
 
 class Results(Generic[AnyRow]):
-    """The results of a run: rank 0 prints them as they come, and writes them at the end.
+    """The results of a run: rank 0 prints and writes them as they come.
 
     Args:
         settings: gives the command and the file.
         brief: prints neither the table's header nor comments.
         facts: entries of `meta` besides the circumstances of the run.
+
+    Attributes:
+        meta: the circumstances.
+        rows: the table.
+        what: what is measured, in words.
+        is_first: True on the rank that prints.
     """
 
     def __init__(self, settings: Settings, *, brief: bool = False, **facts: Any) -> None:
         self.meta = circumstances(settings.command) | facts
         self.rows: list[AnyRow] = []
         self._path, self._brief = settings.json, brief
-        self._is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self.what = ""
+        self.is_first = not dist.is_initialized() or dist.get_rank() == 0
 
     @property
     def place(self) -> str:
@@ -81,15 +123,17 @@ class Results(Generic[AnyRow]):
 
     def begin(self, what: str, header: str, *notes: str) -> None:
         """Prints what is measured, and the header of the table."""
+        self.what = what
         self.comment(what, versions(self.meta), self._load("before"), *notes)
         if not self._brief:
             self.say(header)
 
     def add(self, rows: Iterable[AnyRow]) -> None:
-        """Prints and keeps rows."""
+        """Prints and keeps rows; what comes later cannot lose them."""
         for row in rows:
             self.rows.append(row)
             self.say(row.line())
+        self.save()
 
     def end(self, *notes: str) -> None:
         """Prints what comes below the table, and writes the file, if there is one."""
@@ -99,7 +143,7 @@ class Results(Generic[AnyRow]):
     def save(self) -> None:
         """Writes the file, if there is one."""
         self.meta["load_after"] = os.getloadavg()[0]
-        if self._is_first and self._path is not None:
+        if self.is_first and self._path is not None:
             write_json(self._path, self.meta, map(vars, self.rows))
 
     def comment(self, *lines: str) -> None:
@@ -109,7 +153,7 @@ class Results(Generic[AnyRow]):
 
     def say(self, *lines: str) -> None:
         """Prints lines."""
-        if self._is_first and lines:
+        if self.is_first and lines:
             print(*lines, sep="\n", flush=True)
 
     def _load(self, moment: str) -> str:

@@ -28,7 +28,7 @@ import pycomm
 from pycomm._training.sharding import ShardGradients
 from pycomm.bench import peers, training, verify
 from pycomm.bench.optimizers import SCHEMES, Scheme
-from pycomm.bench.report import ResultRow, Results
+from pycomm.bench.report import SPREAD, Results, TimedRow
 from pycomm.bench.streams import Mix, Outcome, Task
 from pycomm.bench.training import SETTLING, Trainee, TrainingSettings
 
@@ -54,12 +54,11 @@ class ShardSettings(TrainingSettings):
 
 
 @dataclass(frozen=True)
-class ShardRow(ResultRow):
-    """The result of one way to exchange and step.
+class ShardRow(TimedRow):
+    """The result of one way to exchange and step, whose times hold nothing else.
 
     Attributes:
         name: a mode of the wrapper, ``clipped`` with `max_norm`; or a peer.
-        time_us: exchange and step.
         ratio: the time of the unsharded wrapper, which clips if this one clips, over this time.
         floor_percent: the floor's time over this time.
         wrong: the number of parameters, over all ranks, that differ from the unsharded wrapper's
@@ -71,8 +70,6 @@ class ShardRow(ResultRow):
     name: str
     ranks: int
     parameters: int
-    iterations: int
-    time_us: float
     ratio: float
     floor_us: float
     floor_percent: float
@@ -83,16 +80,20 @@ class ShardRow(ResultRow):
         wrong = "-" if self.wrong is None else self.wrong
         return (
             f"{self.scheme:>20} {self.name:>18} {self.parameters:11} {self.time_us / 1e3:9.2f} "
-            f"{self.ratio:10.2f} {self.floor_percent:8.1f} {wrong:>7}"
+            f"{self.ratio:10.2f} {self.floor_percent:8.1f} {wrong:>7} {self.spread(1e3)}"
         )
 
+    def point(self) -> tuple[str, int, str]:
+        """See :meth:`TimedRow.point`."""
+        return f"{self.scheme} {self.name}", self.parameters, "parameters"
 
-HEADER = """\
-#             scheme               name  parameters      time  unsharded    floor  #wrong
-#                                                        (ms)     / this      (%)"""
+
+HEADER = f"""\
+#             scheme               name  parameters      time  unsharded    floor  #wrong {SPREAD}
+#                                                        (ms)     / this      (%)              (ms)      (ms)      (ms)      (ms)"""  # noqa: E501
 
 
-def run(settings: ShardSettings) -> None:
+def run(settings: ShardSettings) -> Results[ShardRow]:
     """Measures all schemes and sizes; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
         _, absent = peers.find(settings.peers, peers.load_trainee)
@@ -106,6 +107,7 @@ def run(settings: ShardSettings) -> None:
                 case = replace(settings, parameters=size, peers=present)
                 results.add(_run_case(scheme, case, group))
         results.end()
+    return results
 
 
 def _run_case(name: str, settings: ShardSettings, group: pycomm.Group) -> list[ShardRow]:
@@ -129,7 +131,7 @@ def _run_case(name: str, settings: ShardSettings, group: pycomm.Group) -> list[S
         if bound is None:
             calls |= {peer: trainee.step for peer, trainee in (others | idle).items()}
         mix = make_mix(scheme, parameters, group.size, clips=bound is not None)
-        outcome = Task(name, mix, calls).compete(settings.iters, group=group)
+        outcome = Task(name, mix, calls).compete(settings, group=group)
         for contestant in wrong.keys() & calls.keys():
             rows[contestant] = ShardRow(
                 scheme=name,
@@ -144,16 +146,14 @@ def _run_case(name: str, settings: ShardSettings, group: pycomm.Group) -> list[S
 
 def _figures(contestant: str, outcome: Outcome, base: str) -> dict[str, Any]:
     """The times of a row; for a peer, the times of its whole step minus those of an idle step."""
-    figures = outcome.figures[contestant]
-    time_us = figures.time_us
+    idle_us = 0.0
     if contestant in peers.TRAINEES:
-        time_us -= outcome.figures[peers.idle_of(contestant)].time_us
-    return {
-        "iterations": figures.iterations,
-        "time_us": round(time_us, 1),
-        "ratio": round(outcome.figures[base].time_us / time_us, 3),
+        idle_us = outcome.figures[peers.idle_of(contestant)].time_us
+    columns = outcome.figures[contestant].columns(without_us=idle_us)
+    return columns | {
+        "ratio": round(outcome.figures[base].time_us / columns["time_us"], 3),
         "floor_us": round(outcome.stream_us, 1),
-        "floor_percent": round(100 * outcome.stream_us / time_us, 1),
+        "floor_percent": round(100 * outcome.stream_us / columns["time_us"], 1),
     }
 
 

@@ -17,6 +17,7 @@ import torch
 
 import pycomm
 from pycomm.bench.measure import Figures, Prepared, compete
+from pycomm.bench.report import Settings
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,17 @@ class Task:
     contestants: Mapping[str, Callable[[], object]]
 
     def compete(
-        self, iters: int | None, device: str = "cpu", group: pycomm.Group | None = None
+        self, settings: Settings, device: str = "cpu", group: pycomm.Group | None = None
     ) -> Outcome:
         """Times the contestants and the streams in the same rounds.
 
         Args:
-            iters: calls of each; None takes as many as fit into a fixed time.
+            settings: the calls of each.
             device: where the memory is.
             group: the ranks that do the work together; None if a process works alone.
         """
         probes = streams(self.mix, device, group=group)
-        figures = compete(group, {**self.contestants, **probes}, iters, device)
+        figures = compete(group, {**self.contestants, **probes}, settings, device)
         fastest = min(probes, key=lambda name: figures[name].time_us)
         floor_us = figures[fastest].time_us
         return Outcome({name: figures[name] for name in self.contestants}, fastest, floor_us)

@@ -26,12 +26,18 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm import hooks
 from pycomm._runtime.torch_private import GradBucket
-from pycomm.bench import measure, verify
-from pycomm.bench.report import RankSettings, ResultRow, Results
+from pycomm.bench import launch, measure, verify
+from pycomm.bench.report import SPREAD, RankSettings, Results, TimedRow
 
 WIDTH = 1024
 MODES = ("ddp", "wrapper")
-PEER = "gloo"
+PEERS = {"cpu": "gloo", "cuda": "nccl"}  # of DDP without a hook
+IN_PLOTS = {
+    "ddp": "DDP, pycomm's hook",
+    "wrapper": "pycomm's wrapper",
+    "gloo": "DDP on Gloo",
+    "nccl": "DDP on NCCL",
+}
 SETTLING = 3  # steps, after which DDP and the wrapper have their final buckets
 Returned = TypeVar("Returned")
 # A bucket: the gradients, their parameters, and the offset of each gradient.
@@ -47,12 +53,14 @@ class TrainingSettings(RankSettings):
         parameters: approximate parameters of the model.
         batch: rows of each rank.
         modes: some of `MODES`.
+        device: where the model is.
         bucket_cap_mb: as in DistributedDataParallel, whose default is not one number.
     """
 
     parameters: int
     batch: int
     modes: tuple[str, ...] = ()
+    device: str = "cpu"
     bucket_cap_mb: float | None = None
 
 
@@ -97,8 +105,8 @@ def make(
     """Makes a trainee with its final buckets: the same model on all ranks, on different rows.
 
     Args:
-        name: ``"plain"`` has no other ranks; ``"idle"`` is DDP with a hook that does nothing,
-            ``"gloo"`` without a hook; ``"ddp"`` and ``"wrapper"`` are pycomm's.
+        name: ``"plain"`` has no other ranks; ``"idle"`` is DDP with a hook that does nothing, and
+            one of `PEERS` without a hook; ``"ddp"`` and ``"wrapper"`` are pycomm's.
         settings: the settings of the run.
         group: the ranks that train.
         dtype: the dtype of parameters and rows.
@@ -152,7 +160,7 @@ def make_module_and_rows(
     )
     generator = torch.Generator().manual_seed(1 + rank)
     rows = torch.randn(settings.batch, WIDTH, generator=generator)
-    return module.to(dtype), rows.to(dtype)
+    return module.to(settings.device, dtype), rows.to(settings.device, dtype)
 
 
 def exchange_nothing(state: object, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ARG001
@@ -172,70 +180,85 @@ def begin(
 
 
 @dataclass(frozen=True)
-class StepRow(ResultRow):
-    """The result of one way to exchange.
+class StepRow(TimedRow):
+    """The result of one way to exchange; the times are of a whole step.
 
     Attributes:
-        name: ``"ddp"`` is DDP with pycomm's hook, ``"wrapper"`` pycomm's own, ``"gloo"`` DDP alone.
+        name: ``"ddp"`` is DDP with pycomm's hook, ``"wrapper"`` pycomm's own, and one of `PEERS`
+            DDP alone on this backend.
         idle_us: a step of DDP with a hook that does nothing.
-        step_us: a step.
-        exchange_us: the difference.
-        speedup: the time of DDP's exchange on Gloo over the time of this one.
+        exchange_us: by how much a step takes longer.
+        speedup: the time of DDP's exchange without a hook over the time of this one.
         wrong: the number of wrong gradients, over all ranks.
     """
 
     name: str
     ranks: int
     parameters: int
-    iterations: int
     idle_us: float
-    step_us: float
     exchange_us: float
-    speedup: float
+    speedup: float | None
     wrong: int
 
     def line(self) -> str:
         """The line of the table."""
+        speedup = "" if self.speedup is None else f"{self.speedup:.2f}"
         return (
-            f"{self.name:>8} {self.parameters:11} {self.step_us / 1e3:10.2f} "
-            f"{self.idle_us / 1e3:8.2f} {self.exchange_us / 1e3:10.2f} {self.speedup:8.2f} "
-            f"{self.wrong:>7}"
+            f"{self.name:>8} {self.parameters:11} {self.time_us / 1e3:10.2f} "
+            f"{self.idle_us / 1e3:8.2f} {self.exchange_us / 1e3:10.2f} {speedup:>8} "
+            f"{self.wrong:>7} {self.spread(1e3)}"
         )
 
+    def point(self) -> tuple[str, int, str]:
+        """See :meth:`TimedRow.point`."""
+        return IN_PLOTS[self.name], self.parameters, "parameters"
 
-STEP_HEADER = """\
-#   name  parameters       step  without   exchange   gloo's  #wrong
-#                          (ms)     (ms)       (ms)   / this"""
+
+STEP_HEADER = f"""\
+#   name  parameters       step  without   exchange   peer's  #wrong {SPREAD}
+#                          (ms)     (ms)       (ms)   / this              (ms)      (ms)      (ms)      (ms)"""  # noqa: E501
 
 
-def run_steps(settings: TrainingSettings) -> None:
+def run_steps(settings: TrainingSettings) -> Results[StepRow]:
     """Measures steps with all exchanges in the same rounds; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
-        results: Results[StepRow] = begin(settings, group, STEP_HEADER)
-        names = (*settings.modes, PEER)
+        peer, absent = find_peer(settings, group)
+        notes = (f"no {name}: {reason}" for name, reason in absent.items())
+        results: Results[StepRow] = begin(settings, group, STEP_HEADER, *notes, absent_peers=absent)
+        names = (*settings.modes, *peer)
         idle, *trainees = (make(name, settings, group) for name in ("idle", *names))
         wrong = [verify.count_wrong_gradients(each.model, idle.model) for each in trainees]
         calls = {"idle": idle.step} | dict(
             zip(names, (each.step for each in trainees), strict=True)
         )
-        figures = measure.compete(group, calls, settings.iters)
+        figures = measure.compete(group, calls, settings, settings.device)
         idle_us = figures["idle"].time_us
-        peer_us = figures[PEER].time_us - idle_us
+        peer_us = [figures[name].time_us - idle_us for name in peer]
         results.add(
             StepRow(
                 name=name,
                 ranks=group.size,
                 parameters=idle.parameters,
-                iterations=figures[name].iterations,
                 idle_us=round(idle_us, 1),
-                step_us=round(figures[name].time_us, 1),
                 exchange_us=round(figures[name].time_us - idle_us, 1),
-                speedup=round(peer_us / (figures[name].time_us - idle_us), 2),
+                speedup=round(peer_us[0] / (figures[name].time_us - idle_us), 2) if peer else None,
                 wrong=errors,
+                **figures[name].columns(),
             )
             for name, errors in zip(names, wrong, strict=True)
         )
         results.end()
+    return results
+
+
+def find_peer(
+    settings: TrainingSettings, group: pycomm.Group
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The backend of DDP without a hook if it can exchange here, or else its name and why not."""
+    name = PEERS[settings.device]
+    if name == "nccl" and (reason := launch.without_nccl(group.size)) is not None:
+        return (), {name: reason}
+    return (name,), {}
 
 
 class EmulatedLink:
@@ -287,15 +310,14 @@ class EmulatedLink:
 
 
 @dataclass(frozen=True)
-class OverlapRow(ResultRow):
-    """The result of one mode.
+class OverlapRow(TimedRow):
+    """The result of one mode; the times are of a step with its exchange.
 
     Attributes:
         bytes: bytes of gradients per step.
         compute_us: a step without any exchange.
         backward_us: its backward.
         communication_us: the exchanges of the step alone, through the same link.
-        step_us: a step with it.
         exposed_us: the time by which the step is longer than its computation.
         exposed_percent: `exposed_us` as a share of the communication.
         call_mean_us: the mean time for which handing over a bucket holds up backward: under DDP,
@@ -309,11 +331,9 @@ class OverlapRow(ResultRow):
     parameters: int
     bytes: int
     buckets: int
-    iterations: int
     compute_us: float
     backward_us: float
     communication_us: float
-    step_us: float
     exposed_us: float
     exposed_percent: float
     call_mean_us: float
@@ -325,23 +345,28 @@ class OverlapRow(ResultRow):
         return (
             f"{self.mode:>9} {self.parameters:11} {self.buckets:8} {self.compute_us / 1e3:10.1f} "
             f"{self.backward_us / 1e3:10.1f} {self.communication_us / 1e3:14.1f} "
-            f"{self.step_us / 1e3:10.1f} {self.exposed_percent:8.1f} "
-            f"{self.call_mean_us:10.1f} {self.call_p50_us:5.1f} {self.wrong:>7}"
+            f"{self.time_us / 1e3:10.1f} {self.exposed_percent:8.1f} "
+            f"{self.call_mean_us:10.1f} {self.call_p50_us:5.1f} {self.wrong:>7} {self.spread(1e3)}"
         )
 
+    def point(self) -> tuple[str, int, str]:
+        """See :meth:`TimedRow.point`."""
+        return IN_PLOTS[self.mode], self.parameters, "parameters"
 
-OVERLAP_HEADER = """\
-#    mode  parameters  buckets    compute   backward  communication       step  exposed         hand-over  #wrong
-#                                    (ms)       (ms)           (ms)       (ms)      (%)  mean (us)   p50"""  # noqa: E501
+
+OVERLAP_HEADER = f"""\
+#    mode  parameters  buckets    compute   backward  communication       step  exposed         hand-over  #wrong {SPREAD}
+#                                    (ms)       (ms)           (ms)       (ms)      (%)  mean (us)   p50              (ms)      (ms)      (ms)      (ms)"""  # noqa: E501
 
 
-def run_overlap(settings: TrainingSettings) -> None:
+def run_overlap(settings: TrainingSettings) -> Results[OverlapRow]:
     """Measures every mode in the settings; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
         results: Results[OverlapRow] = begin(settings, group, OVERLAP_HEADER)
         for mode in settings.modes:
             results.add([_measure_overlap(mode, settings, group)])
         results.end()
+    return results
 
 
 def _measure_overlap(mode: str, settings: TrainingSettings, group: pycomm.Group) -> OverlapRow:
@@ -363,7 +388,7 @@ def _measure_overlap(mode: str, settings: TrainingSettings, group: pycomm.Group)
         del trainee.calls[counted:]  # only the calls in backward count
 
     calls = {"compute": alone.step, "communication": exchange_alone, "step": trainee.step}
-    compute, communication, step = measure.compete(group, calls, settings.iters).values()
+    compute, communication, step = measure.compete(group, calls, settings).values()
     exposed_us = step.time_us - compute.time_us
     return OverlapRow(
         mode=mode,
@@ -371,16 +396,15 @@ def _measure_overlap(mode: str, settings: TrainingSettings, group: pycomm.Group)
         parameters=trainee.parameters,
         bytes=int(trainee.state.stats()["bytes_in"]),
         buckets=len(link.buckets),
-        iterations=step.iterations,
         compute_us=round(compute.time_us, 1),
         backward_us=round(1e6 * _slowest(backwards), 1),
         communication_us=round(communication.time_us, 1),
-        step_us=round(step.time_us, 1),
         exposed_us=round(exposed_us, 1),
         exposed_percent=round(100 * exposed_us / communication.time_us, 1),
         call_mean_us=round(1e6 * statistics.fmean(trainee.calls), 1),
         call_p50_us=round(1e6 * statistics.median(trainee.calls), 1),
         wrong=wrong,
+        **step.columns(),
     )
 
 

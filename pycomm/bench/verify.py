@@ -27,7 +27,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import pycomm
-from pycomm.bench.contestants import Case, Compressed, Contestant
+from pycomm.bench.contestants import (
+    GATHERS,
+    REDUCTIONS,
+    ROOT,
+    Case,
+    Compressed,
+    Contestant,
+)
 from pycomm.bench.measure import Prepared
 
 # A prime: the check sees data that land in a wrong place at a distance of a power of two.
@@ -53,8 +60,9 @@ def _index(case: Case) -> torch.Tensor:
 def inputs(case: Case, rank: int) -> torch.Tensor:
     """A rank's input for the whole tensor."""
     index = _index(case)
-    if case.collective in ("all_gather", "broadcast"):
-        return _spread(index % PERIOD, case)
+    if case.collective not in REDUCTIONS:
+        different = case.collective in ("all_to_all", "send_recv")
+        return _spread((index + 3 * rank * different) % PERIOD, case)
     base, turn, half = index % PERIOD % 3, (rank + index) % case.ranks, case.ranks // 2
     if case.op in ("min", "max"):
         values = base + turn
@@ -66,9 +74,9 @@ def inputs(case: Case, rank: int) -> torch.Tensor:
 
 
 def outputs(case: Case) -> torch.Tensor:
-    """The expected result for the whole tensor."""
+    """The expected result for the whole tensor, where all ranks' results belong to one."""
     index = _index(case)
-    if case.collective in ("all_gather", "broadcast"):
+    if case.collective not in REDUCTIONS:
         return _spread(index % PERIOD, case)
     base = index % PERIOD % 3
     values = {
@@ -88,18 +96,37 @@ def block(case: Case, rank: int, whole: torch.Tensor) -> torch.Tensor:
     return whole[rank * length : (rank + 1) * length]
 
 
+def given(case: Case, rank: int) -> torch.Tensor | None:
+    """A rank's input; None if it has none."""
+    if case.collective in ("broadcast", "scatter") and rank != ROOT:
+        return None
+    whole = inputs(case, rank)
+    return block(case, rank, whole) if case.collective in GATHERS else whole
+
+
+def expected(case: Case, rank: int) -> torch.Tensor | None:
+    """A rank's result; None if it has none."""
+    if case.collective in ("reduce", "gather") and rank != ROOT:
+        return None
+    if case.collective == "send_recv":
+        return inputs(case, (rank - 1) % case.ranks)
+    if case.collective == "all_to_all":
+        return torch.cat([block(case, rank, inputs(case, peer)) for peer in range(case.ranks)])
+    whole = outputs(case)
+    return block(case, rank, whole) if case.collective in ("reduce_scatter", "scatter") else whole
+
+
 def count_wrong(case: Case, rank: int, prepared: Prepared) -> int:
     """Runs the case once on known inputs; returns the number of wrong elements on this rank."""
-    given, expected = inputs(case, rank), outputs(case)
-    if case.collective == "all_gather":
-        given = block(case, rank, given)
-    if case.collective == "reduce_scatter":
-        expected = block(case, rank, expected)
+    source, result = given(case, rank), expected(case, rank)
+    prepared.source.fill_(POISON)
     prepared.result.fill_(POISON)
-    if case.collective != "broadcast" or rank == 0:
-        prepared.source.copy_(given)
+    if source is not None:
+        prepared.source.copy_(source)
     prepared.call()
-    return int((prepared.result != expected.to(prepared.result.device)).sum())
+    if result is None:
+        return 0
+    return int((prepared.result != result.to(prepared.result.device)).sum())
 
 
 def count_wrong_everywhere(
@@ -217,10 +244,10 @@ def count_wrong_gradients(trained: nn.Module, alone: nn.Module) -> int:
     for ours, theirs in zip(trained.parameters(), alone.parameters(), strict=True):
         assert ours.grad is not None
         assert theirs.grad is not None
-        mean = theirs.grad.clone()
+        mean = theirs.grad.to("cpu", copy=True)
         dist.all_reduce(mean)
         mean /= dist.get_world_size()
-        wrong += (~((ours.grad - mean).abs() <= TOLERANCE * mean.abs().max())).sum()
+        wrong += (~((ours.grad.cpu() - mean).abs() <= TOLERANCE * mean.abs().max())).sum()
     dist.all_reduce(wrong)
     return int(wrong)
 

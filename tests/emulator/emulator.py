@@ -127,8 +127,18 @@ def get_device_properties(of: Any = None) -> Any:
         major=9,
         minor=0,
         multi_processor_count=PROCESSORS,
+        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        L2_cache_size=0,
         uuid=uuid.UUID(int=(number + 1) << 100),
     )
+
+
+def mem_get_info(_: Any = None) -> tuple[int, int]:
+    """What is free and all there is, as if this process alone used the memory."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    used = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = os.sysconf("SC_PHYS_PAGES")
+    return (pages - used) * page, pages * page
 
 
 class CUDAGraph:
@@ -174,6 +184,7 @@ REPLACED = {
     "is_initialized": lambda: True,
     "memory_stats": lambda _=None: {"reserved_bytes.all.current": 1},
     "set_sync_debug_mode": lambda mode: device.let_wait(mode != "error"),
+    "mem_get_info": mem_get_info,
     "set_device": lambda to: device.set_device(_device(to).index),
     "set_rng_state": lambda *_: None,
     "set_stream": torch.accelerator.set_stream,

@@ -14,15 +14,16 @@ import torch
 from helpers import join_world, run_group, run_ranks
 
 import pycomm
-from pycomm.bench import cli, codecs, collectives, measure, streams, verify
-from pycomm.bench.contestants import Case, Compressed
+from pycomm.bench import cli, codecs, measure, peers, plot, streams, verify
+from pycomm.bench.contestants import Case, Compressed, Pycomm
+from pycomm.bench.report import Settings
 
 CASE = Case("all_reduce", torch.float32, "avg", 5000, 2, "cpu")
 
 
 def run_session(rank, size, store, argv):
     join_world(rank, size, store)
-    collectives.run(cli.parse(argv))
+    cli.measure(cli.parse(argv))
 
 
 @pytest.mark.slow
@@ -30,8 +31,10 @@ def test_compressions_compete(tmp_path):
     """All compressions run beside uncompressed; impossible cases are left out and named once."""
     path = tmp_path / "results.json"
     what = "-b 64K -e 64K -o avg,min -a two_shot,ring --compression none,int8,topk:0.01"
-    argv = ["all_reduce", *what.split(), "-n", "7", "-J", str(path)]
+    picture = tmp_path / "results.png"
+    argv = ["all_reduce", *what.split(), "-n", "7", "-J", str(path), "--plot", str(picture)]
     run_ranks(2, run_session, argv)
+    assert picture.read_bytes().startswith(b"\x89PNG")
     results = json.loads(path.read_text())
     rows = {(r["op"], r["compression"], r["algorithm"]): r for r in results["rows"]}
     plain = {("none", "two_shot"), ("none", "ring")}
@@ -86,6 +89,32 @@ def test_wrong_results_are_found():
     assert run_group(2, count_spoilt) == [[0, 0, 0, 0], [1, 1, 2, 2]]
 
 
+def count_in_collectives(group):
+    """Wrong elements on this rank of each collective by pycomm and Gloo: right, and one spoilt."""
+    counts = {}
+    for collective, spoil in product(cli.COLLECTIVES, (0, 1)):
+        case = Case(collective, torch.float32, "sum", 510, group.size, "cpu")
+        for contestant in (Pycomm(group=group), *peers.COLLECTIVES["gloo"]()):
+            prepared = contestant.prepare(case)
+
+            def call(prepared=prepared, spoil=spoil):
+                prepared.call()
+                prepared.result[7] += spoil
+
+            wrong = verify.count_wrong(case, group.rank, replace(prepared, call=call))
+            counts[collective, contestant.impl, spoil] = wrong
+    return counts
+
+
+def test_every_collective_is_checked():
+    """Some have a result on rank 0 only."""
+    for rank, counts in enumerate(run_group(3, count_in_collectives)):
+        assert len(counts) == 2 * 2 * len(cli.COLLECTIVES)
+        for (collective, impl, spoil), wrong in counts.items():
+            at_root = collective in ("reduce", "gather")
+            assert wrong == (0 if at_root and rank > 0 else spoil), (collective, impl)
+
+
 def residual_after_checks(group):
     contestant = Compressed(group=group, compression="int8", feedback=True)
     prepared = contestant.prepare(CASE)
@@ -116,7 +145,7 @@ def test_streams_move_what_they_say(read, write):
 
 def test_a_task_has_the_fastest_stream_as_its_floor():
     mix = streams.Mix(4096, 4096)
-    outcome = streams.Task("nothing", mix, {"ours": int, "theirs": int}).compete(iters=7)
+    outcome = streams.Task("nothing", mix, {"ours": int, "theirs": int}).compete(Settings(iters=7))
     assert list(outcome.figures) == ["ours", "theirs"]
     assert all(figures.iterations == 7 for figures in outcome.figures.values())
     assert outcome.stream in streams.streams(mix, "cpu")
@@ -145,12 +174,14 @@ def test_codecs(tmp_path, capsys):
         "int8,bf16",
         "--compression",
         "topk:0.01",
-        "-n",
-        "9K",
+        "-b",
+        "36K",
+        "-e",
+        "36K",
         "-d",
         "float32,bfloat16",
     ]
-    cli.main(["codec", *what, "--iters", "7", "-J", str(path)])
+    cli.main(["codec", *what, "-n", "7", "-J", str(path)])
     rows = json.loads(path.read_text())["rows"]
     operations = {
         "int8": ["encode", "decode", "decode_add"],
@@ -161,10 +192,12 @@ def test_codecs(tmp_path, capsys):
     assert [(row["codec"], row["operation"]) for row in rows] == 2 * expected
     for row in rows:
         assert row["wrong"] == 0
-        assert row["count"] == 8192
+        assert row["count"] == {"float32": 8192, "bfloat16": 16384}[row["dtype"]]
         assert row["iterations"] == 7
         codec = pycomm.parse_compression(row["codec"])
-        assert row["encoded_bytes"] == codec.encoded_bytes(8192, getattr(torch, row["dtype"]))
+        assert row["encoded_bytes"] == codec.encoded_bytes(
+            row["count"], getattr(torch, row["dtype"])
+        )
     assert capsys.readouterr().out.count("times faster than torch.topk") == 4
 
 
@@ -205,8 +238,10 @@ def test_wrong_codecs_are_found():
         "all_reduce --plot results.txt",
         "codec --compression topk",
         "codec -d int32",
-        "codec -n many",
-        "codec --iters 0",
+        "codec -b many",
+        "codec -n 0",
+        "step --plot steps.pdf",
+        "optimizer --name adagrad",
         "optimizer --threads 0",
         "step --ranks 1",
         "step --batch 0",
@@ -216,6 +251,26 @@ def test_nonsense_is_refused(argv, capsys):
     with pytest.raises(SystemExit):
         cli.parse(argv.split())
     assert "expected" in (message := capsys.readouterr().err) or "must be" in message
+
+
+def test_percentiles():
+    """Of samples from 1 to 100 us, in two rounds."""
+    rounds = [list(range(1, 51)), list(range(100, 50, -1))]
+    figures = measure.summarise(rounds, unit=0.5)
+    assert (figures.p50_us, figures.p95_us, figures.p99_us, figures.max_us) == (100, 190, 198, 200)
+    assert figures.columns(without_us=90.0) == {
+        "iterations": 100, "time_us": 2 * (25.5 + 75.5) / 2 - 90,
+        "p50_us": 10, "p95_us": 100, "p99_us": 108, "max_us": 110,
+    }  # fmt: skip
+
+
+def test_sharded_steps_are_timed_on_the_cpu(monkeypatch, capsys):
+    monkeypatch.setattr(cli._C, "has_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cli.parse(["step", "--device", "cuda"]).device == "cuda"
+    with pytest.raises(SystemExit):
+        cli.parse(["step", "--shard", "--device", "cuda"])
+    assert "--device must be cpu with --shard" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("iters", [1, 2, 7, 23])
@@ -252,7 +307,7 @@ def test_ranks_end_with_the_process_that_started_them():
 def test_optimizers(tmp_path, capsys):
     """Every scheme, plain and full, beside torch; the bytes are those of the storage."""
     path = tmp_path / "optimizers.json"
-    what = "-n 8K --scheme all --full --peer torch --threads 1 --iters 7"
+    what = "-b 32K -e 32K --scheme all --full --peer torch --threads 1 -n 7"
     cli.main(["optimizer", *what.split(), "-J", str(path)])
     rows = {(r["scheme"], r["impl"]): r for r in json.loads(path.read_text())["rows"]}
     assert {impl for _, impl in rows} == {"pycomm", "pycomm full", "torch"}
@@ -265,8 +320,33 @@ def test_optimizers(tmp_path, capsys):
     assert per_parameter["bf16_remainder_bf16"] == 18
     assert per_parameter["bf16_remainder_8bit"] == pytest.approx(14.06, abs=0.01)
     assert rows["fp32", "pycomm full"]["bytes"] == 32 * 8192
-    what = "--name lion --small --peer torch --threads 1 --iters 7"
+    what = "--name lion --small --peer torch --threads 1 -n 7"
     cli.main(["optimizer", *what.split()])
     shown = capsys.readouterr().out
     assert "no torch: torch.optim has no lion" in shown
     assert "     500  lion" in shown
+
+
+PLOTS = {
+    "codec": "-b 16K -e 32K",
+    "optimizer": "-b 4K -e 4K --name all --scheme fp32,fp16_master --threads 1",
+}
+
+
+@pytest.mark.parametrize("table", PLOTS)
+def test_every_table_is_drawn(tmp_path, monkeypatch, table):
+    """Lines over sizes, or bars where there is one size."""
+    path, drawn = tmp_path / "plots/result.png", []
+    monkeypatch.setattr(plot, "save", lambda figure, to: drawn.append(figure) or save(figure, to))
+    argv = [table, *PLOTS[table].split(), "-n", "2", "--plot", str(path)]
+    cli.main(argv)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (panel, *_) = drawn[0].axes
+    if table == "optimizer":
+        assert len(panel.patches) == 10
+        assert panel.get_yticklabels()[-1].get_text() == "lamb fp16_master pycomm"
+    else:
+        assert all(len(line.get_xdata()) == 2 for line in panel.lines)
+
+
+save = plot.save

@@ -1,4 +1,4 @@
-"""Parts of pycomm.bench.gpu that need no GPU."""
+"""Parts of ``python -m pycomm.bench gpu`` that need no GPU."""
 
 import contextlib
 import json
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycomm.bench.gpu import cases, cli, machine, ranks, small
+from pycomm.bench import cli, optimizers
+from pycomm.bench.gpu import cases, machine, ranks, session, small
 from pycomm.bench.measure import Prepared
 from pycomm.bench.report import GIB, KIB, MIB, Settings
 
@@ -46,21 +47,29 @@ def pretended(monkeypatch):
     """A device that the CPU emulates, on little data; records the order of calls."""
     calls = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(cli, "keep_device_busy", lambda _: calls.append("sleep"))
+    monkeypatch.setattr(session, "keep_device_busy", lambda _: calls.append("sleep"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(ranks.Loopback, "capture", lambda self: self)
     monkeypatch.setattr(ranks, "large_cases", lambda device: large(device, NBYTES))
     monkeypatch.setattr(ranks, "SMALL_REPEATS", 3)
-    monkeypatch.setattr(cli, "STEP_SIZES", {NBYTES // 4: "_small", NBYTES: ""})
-    monkeypatch.setattr(cli, "CODEC_SIZES", {NBYTES: ""})
-    monkeypatch.setattr(cli, "LEAST_COPIED", 0)
-    monkeypatch.setattr(cli, "streams", streams)
-    monkeypatch.setattr(cli, "gpu", lambda: {"name": "pretended"})
+    monkeypatch.setattr(session, "STEP_SIZES", {NBYTES // 4: "_small", NBYTES: ""})
+    monkeypatch.setattr(session, "CODEC_SIZES", {NBYTES: ""})
+    monkeypatch.setattr(session, "RULE_BYTES", NBYTES)
+    monkeypatch.setattr(session, "LEAST_COPIED", 0)
+    monkeypatch.setattr(session, "streams", streams)
+    monkeypatch.setattr(session, "gpu", lambda: {"name": "pretended"})
     return calls
 
 
 large = ranks.large_cases
+
+
+def settings(*arguments):
+    """From the command line, whose default names all sets on a real GPU."""
+    names = ",".join(name for name, _ in session.sets("cpu"))
+    only = () if "--only" in arguments else ("--only", names)
+    return cli.parse(["gpu", *only, *arguments])
 
 
 def streams(mix, device):
@@ -112,7 +121,7 @@ def test_bytes_of_all_reduces():
 @pytest.mark.usefixtures("pretended")
 def test_every_set_runs_is_right_and_reported(tmp_path, capsys):
     path = tmp_path / "gpu.json"
-    results = cli.run(cli.parse(["--rounds", "2", "--json", str(path)]), "cpu")
+    results = session.measure_sets(settings("-n", "2", "-J", str(path)), "cpu")
     assert results.meta["failed"] == {}
     assert results.good()
     stored = json.loads(path.read_text())
@@ -122,18 +131,22 @@ def test_every_set_runs_is_right_and_reported(tmp_path, capsys):
     assert set(NAMES) <= rows.keys()
     assert {f"{name}_small" for name in cases.STEPS} < rows.keys()
     assert set(cases.GOALS) <= rows.keys()
+    for rule in optimizers.OPTIMIZERS:
+        assert {f"{rule}_fp16_master_256MiB", f"{rule}_bf16_master_256MiB"} < rows.keys()
+    for way in ("ring", "tree", "int8", "topk"):
+        assert rows[f"{way}_all_reduce_loopback"]["over"] > 0
     for row in rows.values():
         assert row["bytes"] > 0
         assert row["time_us"] > 0
         assert row["share"] == pytest.approx(row["floor_us"] / row["time_us"], rel=0.05, abs=1e-3)
         assert row["p10_us"] <= row["time_us"] * 1.001
-        unchecked = ("adamw", "read", "write", "zeros", "sparse")
+        unchecked = (*optimizers.OPTIMIZERS, "read", "write", "zeros", "sparse")
         assert row["wrong"] == (None if any(part in row["name"] for part in unchecked) else 0)
         if row["base"]:
             base = rows[row["base"]]
             assert row["over"] == pytest.approx(row["time_us"] / base["time_us"], rel=0.01)
     text = capsys.readouterr().out
-    assert cli.HEADER in text
+    assert session.HEADER in text
     assert all(name in text for name in rows)
 
 
@@ -144,8 +157,8 @@ def test_a_set_that_fails_does_not_stop_the_others(monkeypatch, capsys):
         raise RuntimeError("no such kernel")
         yield
 
-    monkeypatch.setattr(cli, "int8_cases", broken)
-    results = cli.run(cli.parse(["--rounds", "2", "--only", "int8", "--only", "topk"]), "cpu")
+    monkeypatch.setattr(session, "int8_cases", broken)
+    results = session.measure_sets(settings("-n", "2", "--only", "int8,topk"), "cpu")
     assert results.meta["failed"] == {"int8": "RuntimeError: no such kernel"}
     assert [row.name for row in results.rows] == ["topk_select", "topk_encode"]
     assert not results.good()
@@ -154,8 +167,8 @@ def test_a_set_that_fails_does_not_stop_the_others(monkeypatch, capsys):
 
 def test_wrong_elements_are_told():
     case = cases.KernelCase("topk_encode", 1, 1, lambda: None)
-    (row,) = cli.make_rows([case], {"topk_encode": [1.0, 1.0]}, 1.0, {"topk_encode": 3})
-    results = cli.KernelResults(Settings())
+    (row,) = session.make_rows([case], {"topk_encode": [1.0, 1.0]}, 1.0, {"topk_encode": 3})
+    results = session.KernelResults(Settings())
     results.add([row])
     assert row.wrong == 3
     assert not results.good()
@@ -164,8 +177,8 @@ def test_wrong_elements_are_told():
 
 @pytest.mark.usefixtures("pretended")
 def test_loopback_counts_wrong_elements():
-    with ranks.large_cases("cpu") as (plain, coded, staged):
-        assert plain.wrong() == coded.wrong() == staged.wrong() == 0
+    with ranks.large_cases("cpu") as made:
+        assert [case.wrong() for case in made] == [0] * 6
 
     class Idle(ranks.Loopback):
         def enqueue(self):
@@ -187,7 +200,7 @@ def test_figures():
         "int8_all_reduce_loopback": [25.0, 25.0, 40.0],
         "int8_all_reduce_loopback, peer": [50.0, 100.0, 100.0],
     }
-    first, second = cli.make_rows([base, peer], samples, 0.1, {})
+    first, second = session.make_rows([base, peer], samples, 0.1, {})
     assert (first.time_us, first.floor_us, first.share) == (20.0, 10.0, 0.5)
     assert first.goals == {"share >= 0.8": False}
     assert "MISSED" in first.line()
@@ -199,9 +212,9 @@ def test_figures():
 def test_rounds_rotate_and_the_host_has_a_head_start(pretended):
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    samples = cli.interleave(calls, 3)
-    warm = 3 * cli.WARM_UP
-    assert order[:warm] == [name for name in "abc" for _ in range(cli.WARM_UP)]
+    samples = session.interleave(calls, 3)
+    warm = 3 * session.WARM_UP
+    assert order[:warm] == [name for name in "abc" for _ in range(session.WARM_UP)]
     assert "".join(order[warm:]) == "abc" + "bca" + "cab"
     assert pretended == ["synchronize"] + 3 * (3 * ["sleep"] + ["synchronize"])
     assert {name: len(taken) for name, taken in samples.items()} == dict.fromkeys("abc", 3)
@@ -209,22 +222,43 @@ def test_rounds_rotate_and_the_host_has_a_head_start(pretended):
 
 def test_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main([]) == 0
+    cli.main(["gpu"])
     assert capsys.readouterr().out == "skipped: torch finds no CUDA device\n"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine._C, "has_cuda", False)
-    assert cli.main([]) == 0
+    cli.main(["gpu"])
     assert capsys.readouterr().out == "skipped: this build of pycomm has no CUDA\n"
 
 
 def test_arguments(capsys):
-    options = cli.parse([])
-    assert (options.rounds, options.only, options.json) == (cli.ROUNDS, None, None)
-    assert cli.parse(["--only", "topk", "--only", "int8_256MiB"]).only == ["topk", "int8_256MiB"]
-    for wrong in (["--rounds", "1"], ["--only", "int4"]):
+    options = cli.parse(["gpu"])
+    assert (options.iters, options.warmup_iters, options.json) == (None, None, None)
+    assert options.only == tuple(name for name, _ in session.sets("cuda"))
+    assert cli.parse(["gpu", "--only", "topk,int8_256MiB"]).only == ("topk", "int8_256MiB")
+    for wrong in (["-n", "0"], ["--only", "int4"]):
         with pytest.raises(SystemExit):
-            cli.parse(wrong)
-    assert "at least 2" in capsys.readouterr().err
+            cli.parse(["gpu", *wrong])
+        assert "expected" in capsys.readouterr().err
+
+
+def test_a_run_that_went_wrong_says_so(monkeypatch):
+    monkeypatch.setattr(session, "missing", lambda: None)
+    results = session.KernelResults(Settings())
+    monkeypatch.setattr(session, "measure_sets", lambda _: results)
+    session.run(cli.parse(["gpu"]))
+    results.fail("int8", RuntimeError("no such kernel"))
+    with pytest.raises(SystemExit, match="1"):
+        session.run(cli.parse(["gpu"]))
+
+
+def test_a_program_that_hangs_or_is_missing_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.nvidia_smi("topo", "-m").startswith("unknown: ")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec /bin/sleep 100\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(machine, "PATIENCE_S", 0.2)
+    assert "timed out" in machine.nvidia_smi("topo", "-m")
 
 
 def test_what_sanitizers_watch_runs():

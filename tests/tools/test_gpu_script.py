@@ -63,7 +63,7 @@ def test_all_parts_run_whatever_becomes_of_those_before(tmp_path, tools):
         "modes-eager: passed",
         "modes-expandable: passed",
     ]
-    assert f"-m pycomm.bench.gpu --json {out}/gpu.json" in (out / "benchmarks.log").read_text()
+    assert f"-m pycomm.bench gpu -J {out}/gpu.json" in (out / "benchmarks.log").read_text()
     assert sorted(path.name for path in out.iterdir()) == [
         "benchmarks.log", "build.log", "clocks.csv", "modes.log", "processes.log", "profile.log",
         "sanitizer.log", "summary.txt", "sweep.log", "tests.log",

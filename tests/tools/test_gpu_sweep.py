@@ -3,11 +3,13 @@
 import contextlib
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from pycomm.bench.gpu import kernels, processes, sweep
+from pycomm.bench import cli
+from pycomm.bench.gpu import kernels, sweep
 from pycomm.bench.report import KIB, MIB
 
 
@@ -24,7 +26,7 @@ def rows(crossovers, among="threads"):
         }
         for ranks, largest in crossovers.items()
         for nbytes in sweep.SIZES
-        for algorithm in processes.ALGORITHMS
+        for algorithm in sweep.ALGORITHMS
     ]
 
 
@@ -80,7 +82,7 @@ def test_the_source_is_rewritten(tmp_path, monkeypatch, capsys):
     large = [
         {"among": "threads", "ranks": 4, "bytes": sweep.LARGE, "max_blocks": blocks,
          "algorithm": algorithm, "time_us": abs(blocks - 16) + 1.0}
-        for blocks in sweep.BLOCKS for algorithm in processes.ALGORITHMS
+        for blocks in sweep.BLOCKS for algorithm in sweep.ALGORITHMS
     ]  # fmt: skip
     stored = {
         "meta": {"gpu": {"name": "Fast GPU"}},
@@ -136,12 +138,15 @@ def test_a_case_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, gpus)
         return [{"among": "threads", "ranks": ranks, "bytes": nbytes, "max_blocks": max_blocks,
                  "algorithm": "one_shot", "time_us": 1.0}]  # fmt: skip
 
-    def of_processes(name, ranks, sizes):
+    def of_processes(ranks, least, most):
         assert ranks == gpus
-        return dict.fromkeys(sizes, 2.0) if name == "one_shot" else "it hangs"
+        if least == most:
+            raise RuntimeError("it hangs")
+        return [{"among": "processes", "ranks": ranks, "bytes": most, "algorithm": "one_shot",
+                 "time_us": 1.0}]  # fmt: skip
 
     monkeypatch.setattr(sweep, "measure", measure)
-    monkeypatch.setattr(processes, "measure", of_processes)
+    monkeypatch.setattr(sweep, "measure_processes", of_processes)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(sweep, "gpu", lambda: {"name": "pretended"})
     assert not sweep.run(str(tmp_path / "sweep.json"))
@@ -150,7 +155,23 @@ def test_a_case_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, gpus)
     assert list(stored["meta"]["failed"].values()) == failed[: 1 if gpus == 1 else 2]
     among = [row["among"] for row in stored["rows"]]
     assert among.count("threads") == len(sweep.RANKS) * len(sweep.SIZES) - 1 + len(sweep.BLOCKS)
-    assert among.count("processes") == (len(sweep.SIZES) if gpus > 1 else 0)
+    assert among.count("processes") == (gpus > 1)
+
+
+def test_processes_are_timed_by_the_command_line(monkeypatch):
+    """Their times are those of its file."""
+
+    def run(argv):
+        settings = cli.parse([*argv, "--device", "cpu"])
+        assert settings.sizes == (1024, 2048)
+        assert (settings.ranks, settings.algorithms) == (2, sweep.ALGORITHMS)
+        row = {"ranks": 2, "bytes": 1024, "algorithm": "one_shot", "time_us": 3.0, "impl": "pycomm"}
+        Path(settings.json).write_text(json.dumps({"rows": [row]}))
+
+    monkeypatch.setattr(sweep.cli, "main", run)
+    assert sweep.measure_processes(2, 1024, 2048) == [
+        {"among": "processes", "ranks": 2, "bytes": 1024, "algorithm": "one_shot", "time_us": 3.0}
+    ]
 
 
 def test_without_a_gpu(monkeypatch, capsys):

@@ -1,8 +1,8 @@
-"""Entry of ``python -m pycomm.bench.gpu``."""
+"""Entry of ``python -m pycomm.bench.gpu``, another name of ``python -m pycomm.bench gpu``."""
 
 import sys
 
-from pycomm.bench.gpu.cli import main
+from pycomm.bench.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(["gpu", *sys.argv[1:]])

@@ -13,6 +13,7 @@ import pycomm
 from pycomm import optim
 from pycomm.bench.codecs import UNIT, CodecTask, make_tasks
 from pycomm.bench.optimizers import (
+    OPTIMIZERS,
     SCHEMES,
     OptimizerBenchSettings,
     make_params,
@@ -20,6 +21,7 @@ from pycomm.bench.optimizers import (
     our_step,
     peer_step,
 )
+from pycomm.bench.peers import TORCH_RULES
 from pycomm.bench.report import GIB, MIB
 
 Call = Callable[[], object]
@@ -37,6 +39,9 @@ STEPS = {
 # Bytes of the data of steps and codecs, and the suffixes of the rows' names.
 STEP_SIZES = {256 * MIB: "_256MiB", 2 * GIB: ""}
 CODEC_SIZES = {256 * MIB: "_256MiB", GIB: ""}
+# Every rule's storage, besides what `STEPS` has of AdamW, and the bytes of its data.
+RULE_SCHEMES = ("fp32", "fp16_master", "bf16_master", "bf16_remainder")
+RULE_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,28 @@ def step_cases(stem: str, nbytes: int, suffix: str, device: str) -> Iterator[lis
                     call=scaled(optim.GradScaler(device, init_scale=1.0), ours, lambda: None),
                     peer_name=f"{peer_name}, GradScaler, clip_grad_norm_",
                     peer=TorchStep(settings, scheme.dtype).scaled_step())
+        )  # fmt: skip
+    yield cases
+
+
+@contextmanager
+def rule_cases(rule: str, nbytes: int, device: str) -> Iterator[list[KernelCase]]:
+    """A step of a rule with each storage, beside torch's of the same parameters, if it has one."""
+    states, cases = OPTIMIZERS[rule][2], []
+    for name in RULE_SCHEMES:
+        if f"{rule}_{name}" in STEPS:
+            continue
+        scheme = SCHEMES[name]
+        held = 2 * scheme.dtype.itemsize + scheme.master_bytes + states * scheme.state_bytes
+        count = int(nbytes / held) // UNIT * UNIT
+        settings = OptimizerBenchSettings(name=rule, count=count, device=device)
+        peer = peer_step("torch", settings, scheme) if rule in TORCH_RULES else None
+        cases.append(
+            KernelCase(
+                f"{rule}_{name}", int(held * count), scheme.mix(rule, count, False).total,
+                our_step(settings, scheme, full=False), suffix="_256MiB", peer=peer,
+                peer_name=peer and f"torch, all {scheme.dtype}".replace("torch.", ""),
+            )
         )  # fmt: skip
     yield cases
 

@@ -34,6 +34,18 @@ def nvidia_smi(*arguments: str) -> str:
     return done.stdout.strip()
 
 
+def links() -> dict[str, Any]:
+    """How the GPUs are connected, and the bytes that each has sent and received over NVLink."""
+    gpus = range(torch.cuda.device_count())
+    access = torch.cuda.can_device_access_peer
+    return {
+        "gpus": len(gpus),
+        "peer_access": [[i == j or access(i, j) for j in gpus] for i in gpus],
+        "topology": nvidia_smi("topo", "-m"),
+        "nvlink": nvidia_smi("nvlink", "--getthroughput", "d").splitlines(),
+    }
+
+
 def gpu() -> dict[str, Any]:
     """Describes the device for the file."""
     found = torch.cuda.get_device_properties(0)

@@ -5,13 +5,14 @@ They share one launch ("HBM loopback"), so they do not measure links.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 import pycomm
-from pycomm.bench.gpu.cases import RANKS, Call, KernelCase
+from pycomm.bench.gpu.cases import RANKS, TOPK, Call, KernelCase
 from pycomm.bench.report import KIB, MIB
 
 SIZE = 256 * MIB
@@ -20,7 +21,7 @@ SMALL_REPEATS = 100
 
 
 class Loopback:
-    """Averages a tensor per rank, in place; equal tensors do not change."""
+    """Averages a tensor per rank, in place; equal tensors do not change, except by top-k."""
 
     def __init__(
         self,
@@ -62,20 +63,28 @@ class Loopback:
         self._graph.replay()
 
     def fill(self) -> None:
-        """Fills every rank's tensor with random numbers."""
+        """Fills every rank's tensor with integers, whose sums are exact in any order."""
         for rank, tensor in enumerate(self.tensors):
             torch.manual_seed(rank)
-            tensor.normal_()
+            tensor.random_(-10_000, 10_001)
 
     def wrong(self) -> int:
-        """The number of elements that are not the mean, to the bit or within the codec's bound."""
+        """The number of elements that differ between ranks, or from the mean of all tensors.
+
+        Int8 may be off by its bound, and top-k, which sends some elements, by any value.
+        """
         self.fill()
         mean, off = torch.zeros_like(self.tensors[0]), 0.0
-        for tensor in self.tensors:  # in rank order
+        for tensor in self.tensors:
             mean += tensor
             off = max(off, float(tensor.abs().max()))
         mean /= len(self.tensors)
-        off = 0.0 if self._compression is None else 2 * off / 254 * (1 + 1e-5)
+        if self._compression is None:
+            off = 0.0
+        elif isinstance(self._compression, pycomm.Int8):
+            off *= 2 / 254 * (1 + 1e-5)
+        else:
+            off = math.inf
         self.call()
         first = self.tensors[0]
         wrong = sum(int((tensor != first).sum()) for tensor in self.tensors[1:])
@@ -98,17 +107,29 @@ def moved_bytes(nbytes: int, ranks: int) -> int:
 
 @contextmanager
 def large_cases(device: str, nbytes: int = SIZE) -> Iterator[list[KernelCase]]:
-    """Cases of equal size: uncompressed, with int8 (whose slots lie in the L2), and staged."""
+    """Cases of equal size: every algorithm, int8 (whose slots lie in the L2), top-k, and staged."""
     with pycomm.LocalWorld(RANKS) as world, pycomm.LocalWorld(RANKS, _stage_always=True) as staging:
         staged = Loopback(staging, nbytes // 4, device).capture()
         plain = Loopback(world, nbytes // 4, device).capture()
+        ring, tree = (
+            Loopback(world, nbytes // 4, device, algorithm=name).capture()
+            for name in ("ring", "tree")
+        )
         coded = Loopback(world, nbytes // 4, device, pycomm.Int8()).capture()
+        sparse = Loopback(world, nbytes // 4, device, TOPK)
         both = RANKS * nbytes, moved_bytes(nbytes, RANKS)
         yield [
             KernelCase("all_reduce_loopback", *both, plain.call, wrong=plain.wrong,
                  peer_name="torch, add and copy", peer=by_torch(plain.tensors)),
-            KernelCase("int8_all_reduce_loopback", *both, coded.call, wrong=coded.wrong,
-                 base="all_reduce_loopback"),
+            *(
+                KernelCase(name, *both, run.call, wrong=run.wrong, base="all_reduce_loopback")
+                for name, run in {
+                    "ring_all_reduce_loopback": ring,
+                    "tree_all_reduce_loopback": tree,
+                    "int8_all_reduce_loopback": coded,
+                    "topk_all_reduce_loopback": sparse,
+                }.items()
+            ),
             KernelCase("all_reduce_staged", *both, staged.call, wrong=staged.wrong,
                  base="all_reduce_loopback"),
         ]  # fmt: skip

@@ -15,6 +15,7 @@ import json
 import re
 import statistics
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +24,16 @@ from typing import Any
 import torch
 
 import pycomm
-from pycomm.bench import report
-from pycomm.bench.gpu import processes
-from pycomm.bench.gpu.cli import interleave
+from pycomm.bench import cli, report
 from pycomm.bench.gpu.machine import gpu, missing
 from pycomm.bench.gpu.ranks import Loopback
+from pycomm.bench.gpu.session import interleave
 from pycomm.bench.report import KIB, MIB
 
 PACKETS = 2 * KIB  # the largest tensor in packets: kPacketBytes of csrc/cuda/layout.h
 SIZES = tuple(sorted([*(KIB << power for power in range(13)), PACKETS + 128]))
 RANKS = (2, 4, 8)
+ALGORITHMS = ("one_shot", "two_shot")
 LARGE = 64 * MIB
 BLOCKS = (4, 8, 16, 32)
 ROUNDS = 11
@@ -49,7 +50,7 @@ def measure(ranks: int, nbytes: int, max_blocks: int, device: str = "cuda") -> l
             algorithm: Loopback(world, nbytes // 4, device, repeats=REPEATS, algorithm=algorithm)
             .capture()
             .call
-            for algorithm in processes.ALGORITHMS
+            for algorithm in ALGORITHMS
         }
         samples = interleave(calls, ROUNDS)
     return [
@@ -59,16 +60,15 @@ def measure(ranks: int, nbytes: int, max_blocks: int, device: str = "cuda") -> l
     ]  # fmt: skip
 
 
-def measure_processes(algorithm: str, ranks: int) -> list[Row]:
-    """Rows for all sizes, with a process on each GPU."""
-    times = processes.measure(algorithm, ranks, SIZES)
-    if isinstance(times, str):
-        raise RuntimeError(times)
-    return [
-        {"among": "processes", "ranks": ranks, "bytes": nbytes, "algorithm": algorithm,
-         "time_us": time_us}
-        for nbytes, time_us in times.items()
-    ]  # fmt: skip
+def measure_processes(ranks: int, least: int, most: int) -> list[Row]:
+    """Rows for each algorithm and the sizes from `least`, doubled up to `most`; a GPU per rank."""
+    with tempfile.TemporaryDirectory(prefix="pycomm-sweep-") as folder:
+        path = Path(folder, "times.json")
+        what = f"all_reduce --device cuda --ranks {ranks} -b {least} -e {most} -J {path}"
+        cli.main([*what.split(), "-a", ",".join(ALGORITHMS)])
+        measured = json.loads(path.read_text())["rows"]
+    names = ("ranks", "bytes", "algorithm", "time_us")
+    return [{"among": "processes"} | {name: row[name] for name in names} for row in measured]
 
 
 def run(path: str, device: str = "cuda") -> bool:
@@ -84,8 +84,8 @@ def run(path: str, device: str = "cuda") -> bool:
     ]
     measured += [(measure, (4, LARGE, blocks, device)) for blocks in BLOCKS]
     if (gpus := torch.cuda.device_count()) > 1:
-        ranks = processes.ranks_for(gpus)
-        measured += [(measure_processes, (name, ranks)) for name in processes.ALGORITHMS]
+        sizes = (SIZES[0], SIZES[-1]), (PACKETS + 128, PACKETS + 128)
+        measured += [(measure_processes, (min(gpus, 8), *both)) for both in sizes]
     for function, case in measured:
         try:
             found = function(*case)
@@ -111,7 +111,7 @@ def times_of(rows: list[Row]) -> dict[int, dict[int, dict[str, float]]]:
         if row["bytes"] != LARGE:
             times[row["ranks"]][row["bytes"]][row["algorithm"]] = row["time_us"]
     for ranks, by_size in times.items():
-        missing = [n for n in SIZES if by_size[n].keys() != processes.ALGORITHMS.keys()]
+        missing = [n for n in SIZES if by_size[n].keys() != set(ALGORITHMS)]
         if missing:
             raise ValueError(f"the results for {ranks} ranks lack tensors of {missing} bytes")
     return times

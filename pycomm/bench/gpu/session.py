@@ -1,18 +1,15 @@
 """Measures speed on a GPU as shares of its copy bandwidth, compared with torch and with goals.
 
-``python -m pycomm.bench.gpu --json FILE``. Method and results: docs/performance.md.
+``python -m pycomm.bench gpu -J FILE``. Method and results: docs/performance.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import shlex
 import statistics
-import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,19 +21,23 @@ from pycomm._runtime.torch_private import keep_device_busy
 from pycomm.bench.gpu import ranks
 from pycomm.bench.gpu.cases import (
     CODEC_SIZES,
+    RULE_BYTES,
     STEP_SIZES,
     STEPS,
     Call,
     KernelCase,
     extreme_cases,
     int8_cases,
+    rule_cases,
     small_tensor_cases,
     step_cases,
     stream_cases,
     topk_cases,
 )
 from pycomm.bench.gpu.machine import gpu, missing
-from pycomm.bench.report import MIB, ResultRow, Results, Settings
+from pycomm.bench.measure import percentile, summarise
+from pycomm.bench.optimizers import OPTIMIZERS
+from pycomm.bench.report import MIB, SPREAD, Results, Settings, TimedRow
 from pycomm.bench.streams import Mix, streams
 
 # The device waits this long (1 ms) before every timed call, so that the host can run ahead.
@@ -49,17 +50,29 @@ LEAST_COPIED = 256 * MIB  # several times any L2
 Cases = Callable[[], AbstractContextManager[list[KernelCase]]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuSettings(Settings):
+    """A run, as asked for on the command line; see ``python -m pycomm.bench gpu -h``.
+
+    Attributes:
+        only: the sets to measure.
+        check: 0 leaves out the checks of results.
+    """
+
+    only: tuple[str, ...]
+    check: int = 1
+
+
 @dataclass(frozen=True)
-class KernelRow(ResultRow):
-    """One case.
+class KernelRow(TimedRow):
+    """One case, whose time is the median.
 
     Attributes:
         bytes: bytes that it must read from and write to device memory.
-        time_us: the median.
         share: `floor_us` divided by `time_us`.
         data_bytes: bytes of the tensors that it works on.
         floor_us: the time of a copy of `bytes` bytes in the same rounds.
-        p10_us: a tenth of the samples is below it; `p90_us`: above it.
+        p10_us: a tenth of the samples takes at most this time.
         wrong: the number of wrong elements; None if only tests check the results.
         base: the name of the row with which `over` compares: `over` is this time divided by its.
         peer: another way to compute the same; `peer_ratio` is its time divided by ours.
@@ -68,13 +81,10 @@ class KernelRow(ResultRow):
 
     name: str
     bytes: int
-    time_us: float
     share: float
     data_bytes: int
     floor_us: float
     p10_us: float
-    p90_us: float
-    samples: int
     wrong: int | None
     base: str | None = None
     over: float | None = None
@@ -92,8 +102,12 @@ class KernelRow(ResultRow):
         return (
             f"{self.name:40} {self.data_bytes / MIB:9.2f} {self.bytes / MIB:9.2f} "
             f"{self.time_us:10.2f} {self.floor_us:10.2f} {100 * self.share:7.1f} "
-            f"{self.p10_us:9.2f} {self.p90_us:9.2f} {over:>7} {peer:>12}  {', '.join(goals)}"
+            f"{self.p10_us:9.2f} {self.spread()} {over:>7} {peer:>12}  {', '.join(goals)}"
         ).rstrip()
+
+    def point(self) -> tuple[str, int, str]:
+        """See :meth:`TimedRow.point`."""
+        return self.name, self.data_bytes, "bytes"
 
 
 def sets(device: str) -> Iterator[tuple[str, Cases]]:
@@ -101,6 +115,8 @@ def sets(device: str) -> Iterator[tuple[str, Cases]]:
     for stem in STEPS:
         for nbytes, suffix in STEP_SIZES.items():
             yield stem + suffix, partial(step_cases, stem, nbytes, suffix, device)
+    for rule in OPTIMIZERS:
+        yield f"{rule}_rule", partial(rule_cases, rule, RULE_BYTES, device)
     for nbytes, suffix in CODEC_SIZES.items():
         yield f"int8{suffix}", partial(int8_cases, nbytes, suffix, device)
         yield f"topk{suffix}", partial(topk_cases, nbytes, suffix, device)
@@ -111,13 +127,15 @@ def sets(device: str) -> Iterator[tuple[str, Cases]]:
     yield "all_reduce_1KiB", partial(ranks.small_cases, device)
 
 
-def interleave(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+def interleave(
+    calls: Mapping[str, Call], rounds: int, warmup: int = WARM_UP
+) -> dict[str, list[float]]:
     """Times every call on the device, in microseconds, with a sample of each in every round.
 
     Each call finds in the L2 what the previous one has left there, and the order rotates.
     """
     for call in calls.values():
-        for _ in range(WARM_UP):
+        for _ in range(warmup):
             call()
     torch.cuda.synchronize()
     names = list(calls)
@@ -138,15 +156,17 @@ def interleave(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]
     return samples
 
 
-def measure(cases: list[KernelCase], device: str, rounds: int) -> list[KernelRow]:
+def measure(cases: list[KernelCase], device: str, settings: GpuSettings) -> list[KernelRow]:
     """Checks, then times cases, their peers and a copy together."""
-    wrong = {case.stem: case.wrong() for case in cases if case.wrong is not None}
+    checked = [case for case in cases if case.wrong is not None and settings.check]
+    wrong = {case.stem: case.wrong() for case in checked if case.wrong is not None}
     copied = max(cases[0].moved_bytes, LEAST_COPIED)
     (probe,) = streams(Mix(copied // 2, copied // 2), device).values()
     probe.source.normal_()
     calls = {COPY: probe.call} | {case.stem: case.call for case in cases}
     calls |= {f"{case.stem}, peer": case.peer for case in cases if case.peer is not None}
-    samples = interleave(calls, rounds)
+    warmup = WARM_UP if settings.warmup_iters is None else settings.warmup_iters
+    samples = interleave(calls, settings.iters or ROUNDS, warmup)
     copy_us = statistics.median(samples[COPY]) / copied  # per byte
     return make_rows(cases, samples, copy_us, wrong)
 
@@ -159,64 +179,41 @@ def make_rows(
 ) -> list[KernelRow]:
     """Makes rows from the samples."""
     repeats = {case.stem: case.repeats for case in cases}
-    times = {
-        name: statistics.median(taken) / repeats.get(name, 1) for name, taken in samples.items()
-    }
+    figures = {name: summarise([taken], repeats.get(name, 1)) for name, taken in samples.items()}
+    times = {name: each.p50_us for name, each in figures.items()}
     rows = []
     for case in cases:
         time_us, floor_us = times[case.stem], case.moved_bytes * copy_us_per_byte
-        tenths = [t / case.repeats for t in statistics.quantiles(samples[case.stem], n=10)]
         peer_us = times.get(f"{case.stem}, peer")
         over = time_us / times[case.base] if case.base else None
         share, ratio = floor_us / time_us, peer_us / time_us if peer_us else None
-        figures = {"time_us": time_us, "share": share, "over": over, "peer_ratio": ratio}
+        reached = {"time_us": time_us, "share": share, "over": over, "peer_ratio": ratio}
         rows.append(
             KernelRow(
                 name=case.name, bytes=case.moved_bytes, data_bytes=case.data_bytes,
-                floor_us=round(floor_us, 3), p10_us=round(tenths[0], 3),
-                p90_us=round(tenths[-1], 3), samples=len(samples[case.stem]),
+                floor_us=round(floor_us, 3),
+                p10_us=round(percentile(sorted(samples[case.stem]), 0.1) / case.repeats, 3),
                 wrong=wrong.get(case.stem), base=case.base and case.base + case.suffix,
                 peer=case.peer_name, peer_us=peer_us and round(peer_us, 3),
-                goals={str(goal): goal.reached(figures[goal.figure]) for goal in case.goals},
-                time_us=round(time_us, 4), share=round(share, 4), over=over and round(over, 4),
+                goals={str(goal): goal.reached(reached[goal.figure]) for goal in case.goals},
+                share=round(share, 4), over=over and round(over, 4),
                 peer_ratio=ratio and round(ratio, 4),
+                **figures[case.stem].columns() | {"time_us": round(time_us, 4)},
             )
         )  # fmt: skip
     return rows
 
 
-HEADER = """\
-# name                                        data     moved       time      floor   share       p10       p90    over  peer / ours  goals
-#                                            (MiB)     (MiB)       (us)       (us)     (%)      (us)      (us)"""  # noqa: E501
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options from a command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.bench.gpu", description=__doc__.splitlines()[0] if __doc__ else None
-    )
-    names = [name for name, _ in sets("cuda")]
-    add = parser.add_argument
-    add("--rounds", type=int, default=ROUNDS, help=f"samples of each row (default {ROUNDS})")
-    add("--only", action="append", choices=names, metavar="SET",
-        help=f"repeatable; {', '.join(names)} (default all)")  # fmt: skip
-    add("--json", metavar="FILE", help="write results")
-    options = parser.parse_args(argv)
-    if options.rounds < 2:
-        parser.error("--rounds must be at least 2")
-    return options
+HEADER = f"""\
+# name                                        data     moved       time      floor   share       p10 {SPREAD}    over  peer / ours  goals
+#                                            (MiB)     (MiB)       (us)       (us)     (%)      (us)      (us)      (us)      (us)      (us)"""  # noqa: E501
 
 
 class KernelResults(Results[KernelRow]):
-    """Results that are in the file as soon as they are printed."""
+    """Results with the errors of sets that failed."""
 
     def __init__(self, settings: Settings, **facts: Any) -> None:
         super().__init__(settings, **facts, failed={})
-
-    def add(self, rows: Iterable[KernelRow]) -> None:
-        """Prints and keeps rows."""
-        super().add(rows)
-        self.save()
 
     def fail(self, name: str, error: Exception) -> None:
         """Records the error of a set; the other sets continue."""
@@ -230,30 +227,35 @@ class KernelResults(Results[KernelRow]):
         return not self.meta["failed"] and not any(row.wrong for row in self.rows)
 
 
-def run(options: argparse.Namespace, device: str = "cuda") -> KernelResults:
-    """Measures the selected sets."""
-    command = shlex.join(["python", "-m", "pycomm.bench.gpu", *sys.argv[1:]])
-    results = KernelResults(Settings(json=options.json, command=command), gpu=gpu())
-    results.begin(json.dumps(results.meta["gpu"]), HEADER)
+def run(settings: GpuSettings) -> KernelResults | None:
+    """Measures the selected sets; exits with status 1 if one failed or a result was wrong.
+
+    Where there is no GPU, it says so.
+    """
+    reason = missing()
+    if reason is not None:
+        print(f"skipped: {reason}")
+        return None
+    results = measure_sets(settings)
+    if not results.good():
+        raise SystemExit(1)
+    return results
+
+
+def measure_sets(settings: GpuSettings, device: str = "cuda") -> KernelResults:
+    """Measures the selected sets; one that fails does not keep the others from running."""
+    results = KernelResults(settings, gpu=gpu())
+    results.begin(f"kernels on {json.dumps(results.meta['gpu'])}", HEADER)
     for name, cases in sets(device):
-        if options.only and name not in options.only:
+        if name not in settings.only:
             continue
         try:
             with cases() as made:
-                results.add(measure(made, device, options.rounds))
+                results.add(measure(made, device, settings))
         except Exception as error:
             results.fail(name, error)
         made = []
         gc.collect()
         torch.cuda.empty_cache()
+    results.end()
     return results
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Measures, and returns the exit status."""
-    options = parse(argv)
-    reason = missing()
-    if reason is not None:
-        print(f"skipped: {reason}")
-        return 0
-    return 0 if run(options).good() else 1
