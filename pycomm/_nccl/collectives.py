@@ -120,10 +120,10 @@ class NodeTopology:
 
 
 def check_two_shot(algorithm: str) -> None:
-    """Raises ValueError for an algorithm that does not span nodes."""
+    """Raises ValueError for an algorithm that does not run over NCCL."""
     if algorithm not in ("auto", "two_shot"):
         raise ValueError(
-            f"algorithm must be auto or two_shot in a group that spans nodes, got {algorithm}"
+            f"algorithm must be auto or two_shot between nodes over NCCL, got {algorithm}"
         )
 
 
