@@ -32,11 +32,11 @@ PlainStages::PlainStages(Link& link, const Operation& operation, Work work, Scra
 Batch PlainStages::staged(std::int64_t t) const {
   Batch batch;
   const Range mine = piece(t, link_.rank());
-  for (int m = 0; m < link_.size(); ++m) {
-    if (m == link_.rank()) continue;
-    const Range theirs = piece(t, m);
-    if (theirs.count > 0) batch.sends.push_back(transfer(m, at(theirs), theirs));
-    if (mine.count > 0) batch.receives.push_back(transfer(m, incoming(t, m), mine));
+  for (int turn = 1; turn < link_.size(); ++turn) {
+    const auto [to, from] = partners_at(turn, link_.rank(), link_.size());
+    const Range theirs = piece(t, to);
+    if (theirs.count > 0) batch.sends.push_back(transfer(to, at(theirs), theirs));
+    if (mine.count > 0) batch.receives.push_back(transfer(from, incoming(t, from), mine));
   }
   return batch;
 }
@@ -55,12 +55,12 @@ void PlainStages::reduce(std::int64_t t) {
 Batch PlainStages::reduced(std::int64_t t) const {
   Batch batch;
   const Range mine = piece(t, link_.rank());
-  for (int m = 0; m < link_.size(); ++m) {
-    if (m == link_.rank()) continue;
-    const Range theirs = piece(t, m);
-    if (mine.count > 0 && gets_result(m)) batch.sends.push_back(transfer(m, at(mine), mine));
+  for (int turn = 1; turn < link_.size(); ++turn) {
+    const auto [to, from] = partners_at(turn, link_.rank(), link_.size());
+    const Range theirs = piece(t, from);
+    if (mine.count > 0 && gets_result(to)) batch.sends.push_back(transfer(to, at(mine), mine));
     if (theirs.count > 0 && gets_result(link_.rank())) {
-      batch.receives.push_back(transfer(m, at(theirs), theirs));
+      batch.receives.push_back(transfer(from, at(theirs), theirs));
     }
   }
   return batch;
@@ -144,10 +144,10 @@ template <class Owners>
 Batch BlockStages<Owners>::staged(std::int64_t t) const {
   Batch batch;
   const std::int64_t mine = elements(t, link_.rank());
-  for (int m = 0; m < link_.size(); ++m) {
-    if (m == link_.rank()) continue;
-    layout_.add_transfers(batch.sends, m, area(t, Use::contribution, m), elements(t, m));
-    layout_.add_transfers(batch.receives, m, area(t, Use::incoming, m), mine);
+  for (int turn = 1; turn < link_.size(); ++turn) {
+    const auto [to, from] = partners_at(turn, link_.rank(), link_.size());
+    layout_.add_transfers(batch.sends, to, area(t, Use::contribution, to), elements(t, to));
+    layout_.add_transfers(batch.receives, from, area(t, Use::incoming, from), mine);
   }
   return batch;
 }
@@ -172,10 +172,10 @@ template <class Owners>
 Batch BlockStages<Owners>::reduced(std::int64_t t) const {
   Batch batch;
   const int me = link_.rank();
-  for (int m = 0; m < link_.size(); ++m) {
-    if (m == me) continue;
-    layout_.add_transfers(batch.sends, m, area(t, Use::contribution, me), elements(t, me));
-    layout_.add_transfers(batch.receives, m, area(t, Use::result, m), elements(t, m));
+  for (int turn = 1; turn < link_.size(); ++turn) {
+    const auto [to, from] = partners_at(turn, me, link_.size());
+    layout_.add_transfers(batch.sends, to, area(t, Use::contribution, me), elements(t, me));
+    layout_.add_transfers(batch.receives, from, area(t, Use::result, from), elements(t, from));
   }
   return batch;
 }
@@ -244,15 +244,15 @@ Batch ListStages::with_lengths(bool result) {
           .push_back({node, list + piece.begin, piece.count});
     }
   };
-  for (int m = 0; m < link_.size(); ++m) {
-    if (m == me) continue;
-    const int owner = result ? m : me;
-    if (received[m] < 0 || received[m] > coded_.room(owner, result)) {
-      link_.blame(m,
-                  "a list of " + std::to_string(received[m]) + " bytes does not fit into its area");
+  for (int turn = 1; turn < link_.size(); ++turn) {
+    const auto [to, from] = partners_at(turn, me, link_.size());
+    const int owner = result ? from : me;
+    if (received[from] < 0 || received[from] > coded_.room(owner, result)) {
+      link_.blame(from, "a list of " + std::to_string(received[from]) +
+                            " bytes does not fit into its area");
     }
-    add(&Batch::sends, m, coded_.list(me, result ? me : m, result), sent[m]);
-    add(&Batch::receives, m, coded_.list(m, owner, result), received[m]);
+    add(&Batch::sends, to, coded_.list(me, result ? me : to, result), sent[to]);
+    add(&Batch::receives, from, coded_.list(from, owner, result), received[from]);
   }
   for (std::size_t i = 0; i + 1 < batches.size(); ++i) link_.post(batches[i]);
   return batches.back();
