@@ -12,10 +12,8 @@ from torch.autograd.graph import increment_version
 from pycomm import _C
 from pycomm._init import resolve_group
 from pycomm._inputs import (
-    CODED_ALGORITHMS,
     as_tensor,
     check_blocks,
-    check_choice,
     check_compressible,
     check_disjoint,
     check_like,
@@ -29,7 +27,15 @@ from pycomm._runtime.log import DEBUG, all_reduce_called, label_of
 from pycomm._runtime.ranges import record_range
 from pycomm._short_way import short_way_first
 from pycomm._work import Work, stand_ins
-from pycomm.compression import SMALLEST_BLOCK, Cast, Compression, Identity, Int8, TopK
+from pycomm.compression import (
+    SMALLEST_BLOCK,
+    Cast,
+    Compression,
+    Identity,
+    Int8,
+    TopK,
+    check_algorithm,
+)
 from pycomm.errors import NonFinite
 
 if TYPE_CHECKING:
@@ -429,9 +435,7 @@ def _check_options(
             "compression must be pycomm.Int8(), TopK(...), Cast() or Identity(), "
             f"got {compression!r}"
         )
-    check_choice("algorithm", algorithm, CODED_ALGORITHMS)
-    if isinstance(compression, TopK) and algorithm not in ("auto", "two_shot"):
-        raise ValueError(f"algorithm must be auto or two_shot for top-k, got {algorithm!r}")
+    check_algorithm(compression, algorithm)
     check_step(step)
     block = getattr(compression, "block", SMALLEST_BLOCK)
     if offset < 0 or offset % block:

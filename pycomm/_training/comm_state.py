@@ -34,7 +34,7 @@ from pycomm._training.parameters import (
 )
 from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm.collectives import all_gather
-from pycomm.compression import Cast, Compression, Identity, Int8
+from pycomm.compression import Cast, Compression, Identity, Int8, check_algorithm
 from pycomm.errors import PycommError
 from pycomm.group import Group
 
@@ -105,10 +105,15 @@ class CommState(HookState):
         warmup_steps: the number of first steps that are sent uncompressed. A warm-up of the
             compression begins after them.
         feedback: False keeps no residuals even with `params`.
+        algorithm: ``"auto"``, ``"two_shot"``, ``"ring"`` or ``"tree"``, as for
+            :func:`pycomm.compressed_all_reduce`; top-k has only the first two, and so have CUDA
+            gradients between nodes over NCCL. With the last two, the bits of averages depend on
+            how gradients lie in buckets, and compression encodes at every hop.
 
     Attributes:
         step: the number of steps that have begun; a step exchanges every parameter once.
         group: the group that exchanges.
+        algorithm: as given.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
@@ -116,6 +121,7 @@ class CommState(HookState):
 
     _residuals_lost = 0  # ranks; the default of states that older versions have pickled
     _holders = 0  # ranks that had residuals before a regroup() that has failed
+    algorithm = "auto"  # the default of states that older versions have pickled
 
     def __init__(
         self,
@@ -127,9 +133,12 @@ class CommState(HookState):
         grad_scaler: torch.amp.GradScaler | None = None,
         warmup_steps: int = 0,
         feedback: bool = True,
+        algorithm: str = "auto",
     ) -> None:
         _check_options(compression, group, grad_scaler, warmup_steps)
+        check_algorithm(compression, algorithm)
         self.compression = compression
+        self.algorithm = algorithm
         self.step = 0
         self._owner = (0, 0)  # rank and size of the group when the state was pickled
         self._parameters = Parameters(params, exclude)
@@ -144,7 +153,9 @@ class CommState(HookState):
         self._begin_anew()
 
     def _plan_anew(self) -> None:
-        self._planner = Planner(self.compression, self._parameters, self._residuals, self._tag)
+        self._planner = Planner(
+            self.compression, self._parameters, self._residuals, self._tag, self.algorithm
+        )
 
     def _begin_anew(self) -> None:
         """Starts without plans and without running exchanges."""
@@ -180,6 +191,7 @@ class CommState(HookState):
             "feedback": bool(self._residuals),
             "grad_scaler": self._scale.known,
             "warmup_steps": self._warmup_steps,
+            "algorithm": self.algorithm,
         }
 
     def check_module(self, module: nn.Module) -> None:
@@ -400,7 +412,7 @@ class CommState(HookState):
         }
 
     def explain(self) -> ExchangePlan:
-        """Explains where the buckets of gradients lie, and what their exchange costs.
+        """Explains where the buckets of gradients lie, and how they are exchanged.
 
         Returns:
             The buckets exchanged so far: none before the first backward, and none of gradients that
@@ -409,7 +421,9 @@ class CommState(HookState):
         from pycomm._training.explain import ExchangePlan, explain
 
         made = self._planner.made.values()
-        return ExchangePlan(tuple(explain(self.group, *m.place, m.names.subject) for m in made))
+        return ExchangePlan(
+            tuple(explain(self.group, *m.place, m.names.subject, self.algorithm) for m in made)
+        )
 
     def intervals(self) -> list[tuple[int, float, float]]:
         """Bytes, start and end (by ``perf_counter``) of the last step's exchanges on the CPU."""

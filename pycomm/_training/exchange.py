@@ -167,6 +167,7 @@ class Planner:
         parameters: the model's parameters.
         residuals: their residuals.
         tag: a number that distinguishes these exchanges from others on the group.
+        algorithm: the algorithm of all exchanges; "auto" does not depend on buckets.
 
     Attributes:
         made: the exchanges, by a bucket's address and its parameters' ids.
@@ -178,8 +179,9 @@ class Planner:
         parameters: Parameters,
         residuals: Residuals,
         tag: int,
+        algorithm: str,
     ) -> None:
-        self._compression = compression
+        self._compression, self._algorithm = compression, algorithm
         self._parameters = parameters
         self._residuals = residuals
         self._tag = tag
@@ -305,12 +307,19 @@ class Planner:
             return []
         call: _C.Call | StepFlow
         if group._spans(tensor.device):
-            from pycomm._nccl.collectives import spanning_mean
+            from pycomm._nccl.collectives import check_two_shot, spanning_mean
 
+            check_two_shot(self._algorithm)
             call = functools.partial(spanning_mean, tensor)
         else:
             call = self._call(tensor, first, _C.Codec(0))
-        return [BucketOperation(call, tensor, {}, dense_wire_bytes(tensor.nbytes, group))]
+        wire_bytes = self._wire_bytes(dense_wire_bytes(tensor.nbytes, group), group)
+        return [BucketOperation(call, tensor, {}, wire_bytes)]
+
+    def _wire_bytes(self, two_shot: int, group: Group) -> int:
+        """The most bytes that a rank receives, where two-shot and the ring take so many."""
+        ranks, _ = parties(group)
+        return -(-two_shot * ranks // max(ranks - 1, 1)) if self._algorithm == "tree" else two_shot
 
     def _compressed(
         self,
@@ -333,8 +342,10 @@ class Planner:
             kept["scale"] = scale
         call: _C.Call | StepFlow
         if group._spans(tensor.device):
+            from pycomm._nccl.collectives import check_two_shot
             from pycomm._nccl.compressed import CodedCall, spanning_coded_mean
 
+            check_two_shot(self._algorithm)
             coded = CodedCall(
                 tensor, tensor, compression, "avg", 0, entry.first, density_step=step,
                 hold_unused=True, **kept,
@@ -352,13 +363,13 @@ class Planner:
             )
         ranks, stripes = parties(group)
         wire_bytes = compression.wire_bytes(entry.numel, ranks, tensor.dtype, step=step)
-        return BucketOperation(call, tensor, kept, wire_bytes // stripes)
+        return BucketOperation(call, tensor, kept, self._wire_bytes(wire_bytes // stripes, group))
 
     def _call(self, tensor: torch.Tensor, first: Entry, codec: _C.Codec, **options: Any) -> _C.Call:
-        """An average in place, in rank order; ranks compare tag and place in the model."""
+        """An average in place; ranks compare tag and place in the model."""
         defaults = {"residual": 0, "velocity": 0, "momentum": 0.0, "seed": 0}
         return _C.Call(
-            operation_of("all_reduce", "auto", tensor.dtype, "avg"),
+            operation_of("all_reduce", self._algorithm, tensor.dtype, "avg"),
             count=tensor.numel(),
             input=tensor.data_ptr(),
             output=tensor.data_ptr(),
