@@ -14,6 +14,7 @@ from pycomm._init import resolve_group
 from pycomm._inputs import (
     as_tensor,
     check_blocks,
+    check_coded_algorithm,
     check_compressible,
     check_disjoint,
     check_like,
@@ -27,15 +28,7 @@ from pycomm._runtime.log import DEBUG, all_reduce_called, label_of
 from pycomm._runtime.ranges import record_range
 from pycomm._short_way import short_way_first
 from pycomm._work import Work, stand_ins
-from pycomm.compression import (
-    SMALLEST_BLOCK,
-    Cast,
-    Compression,
-    Identity,
-    Int8,
-    TopK,
-    check_algorithm,
-)
+from pycomm.compression import SMALLEST_BLOCK, Cast, Compression, Identity, Int8, TopK
 from pycomm.errors import NonFinite
 
 if TYPE_CHECKING:
@@ -435,7 +428,7 @@ def _check_options(
             "compression must be pycomm.Int8(), TopK(...), Cast() or Identity(), "
             f"got {compression!r}"
         )
-    check_algorithm(compression, algorithm)
+    check_coded_algorithm(algorithm, isinstance(compression, TopK))
     check_step(step)
     block = getattr(compression, "block", SMALLEST_BLOCK)
     if offset < 0 or offset % block:

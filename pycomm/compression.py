@@ -19,11 +19,9 @@ from torch.autograd.graph import increment_version
 from pycomm import _C
 from pycomm._inputs import (
     CODECS,
-    CODED_ALGORITHMS,
     COMPRESSIBLE,
     DTYPES,
     as_tensor,
-    check_choice,
     check_count,
     check_step,
     check_target,
@@ -367,13 +365,6 @@ def check_lossy_once(argument: str, compression: object) -> None:
             f'{argument} must round to "nearest", got {compression.rounding!r}: the step, from '
             "which random bits are made, is not known"
         )
-
-
-def check_algorithm(compression: Compression | None, algorithm: str) -> None:
-    """Raises ValueError for an algorithm that a compressed all-reduce does not run."""
-    check_choice("algorithm", algorithm, CODED_ALGORITHMS)
-    if isinstance(compression, TopK) and algorithm not in ("auto", "two_shot"):
-        raise ValueError(f"algorithm must be auto or two_shot for top-k, got {algorithm!r}")
 
 
 def _backend(device: torch.device) -> Any:

@@ -57,12 +57,7 @@ if not TYPE_CHECKING:
 
 
 class AllReduceState(CommState):
-    """The state of :func:`all_reduce_hook`, which sends gradients uncompressed.
-
-    Args:
-        group: see :class:`CommState`.
-        algorithm: see :class:`CommState`.
-    """
+    """The state of :func:`all_reduce_hook`, a :class:`CommState` without compression."""
 
     def __init__(self, *, group: Group | None = None, algorithm: str = "auto") -> None:
         super().__init__(group=group, algorithm=algorithm)

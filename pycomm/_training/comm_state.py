@@ -14,7 +14,7 @@ from torch import nn
 from torch.futures import Future
 
 from pycomm._init import check_group, default_group
-from pycomm._inputs import check_memory, check_whole
+from pycomm._inputs import check_coded_algorithm, check_memory, check_whole
 from pycomm._runtime import host
 from pycomm._runtime.ranges import record_range
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled, scale_of
@@ -34,7 +34,7 @@ from pycomm._training.parameters import (
 )
 from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm.collectives import all_gather
-from pycomm.compression import Cast, Compression, Identity, Int8, check_algorithm
+from pycomm.compression import Cast, Compression, Identity, Int8, TopK
 from pycomm.errors import PycommError
 from pycomm.group import Group
 
@@ -105,15 +105,12 @@ class CommState(HookState):
         warmup_steps: the number of first steps that are sent uncompressed. A warm-up of the
             compression begins after them.
         feedback: False keeps no residuals even with `params`.
-        algorithm: ``"auto"``, ``"two_shot"``, ``"ring"`` or ``"tree"``, as for
-            :func:`pycomm.compressed_all_reduce`; top-k has only the first two, and so have CUDA
-            gradients between nodes over NCCL. With the last two, the bits of averages depend on
-            how gradients lie in buckets, and compression encodes at every hop.
+        algorithm: as for :func:`pycomm.compressed_all_reduce`. With ``"ring"`` and ``"tree"``, bits
+            of averages depend on the buckets, and compression encodes at every hop.
 
     Attributes:
         step: the number of steps that have begun; a step exchanges every parameter once.
         group: the group that exchanges.
-        algorithm: as given.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
@@ -136,7 +133,7 @@ class CommState(HookState):
         algorithm: str = "auto",
     ) -> None:
         _check_options(compression, group, grad_scaler, warmup_steps)
-        check_algorithm(compression, algorithm)
+        check_coded_algorithm(algorithm, isinstance(compression, TopK))
         self.compression = compression
         self.algorithm = algorithm
         self.step = 0
@@ -153,9 +150,8 @@ class CommState(HookState):
         self._begin_anew()
 
     def _plan_anew(self) -> None:
-        self._planner = Planner(
-            self.compression, self._parameters, self._residuals, self._tag, self.algorithm
-        )
+        kept = self._parameters, self._residuals
+        self._planner = Planner(self.compression, *kept, self._tag, self.algorithm)
 
     def _begin_anew(self) -> None:
         """Starts without plans and without running exchanges."""
@@ -387,7 +383,7 @@ class CommState(HookState):
             ``steps``: the number of steps;
             ``bytes_in``: bytes of gradients in buckets;
             ``bytes_wire``: bytes that this rank moved from and to other ranks (on CUDA, an upper
-            bound; with `shard`, including the parameters that a step sends);
+            bound; by tree, a rank's mean; with `shard`, also the parameters that a step sends);
             ``ratio``: bytes of an uncompressed exchange divided by ``bytes_wire``;
             ``exposed_ms``: milliseconds that backward waited for exchanges at its end;
             ``exposed_ms_total``: the same for all steps together;
@@ -421,9 +417,7 @@ class CommState(HookState):
         from pycomm._training.explain import ExchangePlan, explain
 
         made = self._planner.made.values()
-        return ExchangePlan(
-            tuple(explain(self.group, *m.place, m.names.subject, self.algorithm) for m in made)
-        )
+        return ExchangePlan(tuple(explain(self.group, *m.place, m.names.subject) for m in made))
 
     def intervals(self) -> list[tuple[int, float, float]]:
         """Bytes, start and end (by ``perf_counter``) of the last step's exchanges on the CPU."""

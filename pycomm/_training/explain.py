@@ -80,7 +80,7 @@ def path_of(group: Group, buffer: torch.Tensor, encoded: bool) -> str:
 
 
 def explain(
-    group: Group, buffer: torch.Tensor, encoded: bool, parameters: str, algorithm: str
+    group: Group, buffer: torch.Tensor, encoded: bool, algorithm: str, parameters: str
 ) -> BucketPlan:
     """The plan of a bucket with these parameters, whose state has this algorithm."""
     path = path_of(group, buffer, encoded)

@@ -114,7 +114,7 @@ def test_what_is_refused(world):
     ):
         hooks.TopKState(net.named_parameters(), group=group, algorithm="tree")
     state = hooks.CommState(None, net.named_parameters(), group=group, algorithm="ring")
-    with pytest.raises(ValueError, match="with shard, state's algorithm must be auto or two_shot"):
+    with pytest.raises(ValueError, match=r"with shard, state\.algorithm must be auto or two_shot"):
         pycomm.DataParallel(net, shard="optimizer", state=state)
 
 

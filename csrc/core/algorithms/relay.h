@@ -16,8 +16,9 @@
 // "Bandwidth optimal all-reduce algorithms for clusters of workstations".
 //
 // Double tree. Each of two trees (core/layout.h) carries half of the tensor, in pieces. A node adds
-// the left child's sum, its own contribution and the right child's sum, in this order. Down runs
-// `lag` pieces behind up, the time that a piece takes to the root and back. Per stripe of S bytes, a
+// the left child's sum, its own contribution and the right child's sum, in this order. A node works on
+// a piece kTreeSlack pieces later than the nodes that send it: so what it waits for is on its way
+// while it works on others. Per stripe of S bytes, a
 // node receives at most S from two children and S/2 from a parent in the tree where it is an inner
 // node, and S/2 from its parent in the other tree: 2 S; it sends as much. About 2 log2 n steps follow
 // one another. Reference: Sanders, Speck, Traeff 2009, "Two-tree algorithms for full bandwidth
@@ -25,14 +26,13 @@
 //
 // A partial sum is rounded to the tensor's type at every hop, or encoded.
 //
-// Order: between two nodes, both take up the same messages in the same order. In the ring, the
-// receiver does so kRelayPieces steps later or earlier, in the trees at the same step: so the root
-// sends a complete piece in its step down, not when it has completed it.
+// Order: a message that is sent at step i is received at step i + `slack`, the same for all messages.
+// So between two nodes, both take up the same messages in the same order. (The root of a tree sends a
+// complete piece in its step down, not when it completes it.)
 // No deadlock: receives are posted kStepsAhead steps before their step. A node at step i waits for
-// what others have sent at an earlier step (in a tree, also at the same step by a node below it, or
-// above it on the way down). It also waits until what it sent at step i - kStepsAhead has been
-// received, for which the receiver must have come to step i - 2 kStepsAhead (in the ring, up to
-// kRelayPieces more): an earlier step.
+// what others have sent at step i - slack, and until what it has sent at step i - kStepsAhead has been
+// received, for which the receiver must have come to step i - 2 kStepsAhead + slack. Both are earlier
+// steps.
 // Overwriting: the complete piece may replace the partial sum that this node has sent, because it was
 // made from that sum, which has therefore been received. Pieces are received elsewhere, in memory
 // that is free again after their step.
@@ -46,7 +46,9 @@ namespace pycomm {
 inline constexpr std::int64_t kStepsAhead = 16;
 // The pieces of a ring's chunk, if they are not too small. A chunk has at most kRingChunkBytes.
 inline constexpr std::int64_t kRelayPieces = 8;
-static_assert(kRelayPieces < 2 * kStepsAhead);
+// How much later, in pieces, a node of a tree works on a piece than the nodes that send it.
+inline constexpr std::int64_t kTreeSlack = 4;
+static_assert(kRelayPieces < 2 * kStepsAhead && 4 * kTreeSlack < 2 * kStepsAhead);
 inline constexpr std::int64_t kLeastPieceBytes = 32 << 10, kMostPieceBytes = 128 << 10;
 inline constexpr std::int64_t kRingChunkBytes = kRelayPieces * kMostPieceBytes;
 
@@ -130,19 +132,25 @@ class RingSteps {
 class TreeSteps {
  public:
   explicit constexpr TreeSteps(const RelayTensor& x)
-      : x_(x), piece_(x.piece_of(half(0).count)), pieces_(ceil_div(half(0).count, piece_)) {}
+      : x_(x),
+        piece_(x.piece_of(half(0).count)),
+        pieces_(ceil_div(half(0).count, piece_)),
+        above_{above(0), above(1)} {}
 
-  constexpr std::int64_t count() const { return pieces_ == 0 ? 0 : 4 * (pieces_ + lag()); }
+  constexpr std::int64_t count() const {
+    return pieces_ == 0 ? 0 : 4 * (pieces_ + 2 * tree_depth(x_.nodes) * kTreeSlack);
+  }
   constexpr std::int64_t piece() const { return piece_; }
   constexpr std::int64_t pieces() const { return 2 * pieces_; }
 
-  // Of four steps, two go up, one in each tree, and two go down.
+  // Of four steps, two go up, one in each tree, and two go down. The deepest nodes begin.
   constexpr RelayStep operator[](std::int64_t i) const {
     RelayStep step;
     if (i < 0 || i >= count()) return step;
     const int tree = static_cast<int>(i % 2);
     const bool up = i % 4 < 2;
-    const std::int64_t k = i / 4 - (up ? 0 : lag());
+    const int levels = tree_depth(x_.nodes) + (up ? -above_[tree] : above_[tree]);
+    const std::int64_t k = i / 4 - levels * kTreeSlack;
     const TreeNode node = tree_node(tree, x_.node, x_.nodes);
     step.piece = piece_at(half(tree), piece_, k);
     if (step.piece.count == 0) return {};
@@ -159,10 +167,16 @@ class TreeSteps {
 
  private:
   constexpr Range half(int tree) const { return part_of(x_.count, 2, tree, x_.unit); }
-  constexpr std::int64_t lag() const { return 2 * tree_depth(x_.nodes) + 2; }
+  // The number of nodes above this one.
+  constexpr int above(int tree) const {
+    int levels = 0;
+    for (int v = x_.node; (v = tree_node(tree, v, x_.nodes).parent) >= 0;) ++levels;
+    return levels;
+  }
 
   const RelayTensor x_;
   const std::int64_t piece_, pieces_;  // elements of a piece; pieces of a half
+  const int above_[2];
 };
 
 // True if an all-reduce between nodes is made of these steps.
