@@ -548,9 +548,8 @@ def _check_unshared(state: CommState | LocalSGDState, module: nn.Module, shards:
 
     A sharded wrapper moves the residuals, and counts the steps of its own parameters only.
     """
-    algorithm = getattr(state, "algorithm", "auto")
-    if shards and algorithm not in ("auto", "two_shot"):
-        raise ValueError(f"with shard, state.algorithm must be auto or two_shot, got {algorithm!r}")
+    if shards and (given := state.algorithm) not in ("auto", "two_shot"):
+        raise ValueError(f"with shard, state.algorithm must be auto or two_shot, got {given!r}")
     own = set(map(id, module.parameters()))
     for known in state._parameters.tensors:
         is_sharded = known_of(known).part is not None

@@ -118,7 +118,6 @@ class CommState(HookState):
 
     _residuals_lost = 0  # ranks; the default of states that older versions have pickled
     _holders = 0  # ranks that had residuals before a regroup() that has failed
-    algorithm = "auto"  # the default of states that older versions have pickled
 
     def __init__(
         self,
