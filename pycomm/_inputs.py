@@ -49,6 +49,13 @@ def check_choice(argument: str, value: str, choices: dict[str, int]) -> int:
     return choices[value]
 
 
+def check_coded_algorithm(algorithm: str, topk: bool) -> None:
+    """Raises ValueError unless compressed all-reduces, or those of top-k, have the algorithm."""
+    check_choice("algorithm", algorithm, CODED_ALGORITHMS)
+    if topk and algorithm not in ("auto", "two_shot"):
+        raise ValueError(f"algorithm must be auto or two_shot for top-k, got {algorithm!r}")
+
+
 @functools.cache
 def operation_of(
     collective: str, algorithm: str, dtype: torch.dtype, op: str = "sum", root: int = 0

@@ -12,10 +12,9 @@ from torch.autograd.graph import increment_version
 from pycomm import _C
 from pycomm._init import resolve_group
 from pycomm._inputs import (
-    CODED_ALGORITHMS,
     as_tensor,
     check_blocks,
-    check_choice,
+    check_coded_algorithm,
     check_compressible,
     check_disjoint,
     check_like,
@@ -191,7 +190,8 @@ def compressed_all_reduce(
         op: ``"avg"`` or ``"sum"``, or ``ReduceOp.AVG`` or ``SUM`` of torch.distributed.
         out: receives the result; has `tensor`'s shape and dtype, and does not overlap it.
         algorithm: ``"auto"`` (two-shot at every size), ``"two_shot"``, ``"ring"`` or ``"tree"``
-            (the last two not with top-k). docs/algorithms.md gives the error bounds.
+            (the last two not with top-k, and not between nodes over NCCL). Ring and tree encode at
+            every hop: docs/algorithms.md gives the error bounds.
         step: the training step, for stochastic rounding and warm-up. Ranks compare it if it changes
             the result.
         offset: index of this tensor's first element in a larger whole, if the tensor is a part of
@@ -428,9 +428,7 @@ def _check_options(
             "compression must be pycomm.Int8(), TopK(...), Cast() or Identity(), "
             f"got {compression!r}"
         )
-    check_choice("algorithm", algorithm, CODED_ALGORITHMS)
-    if isinstance(compression, TopK) and algorithm not in ("auto", "two_shot"):
-        raise ValueError(f"algorithm must be auto or two_shot for top-k, got {algorithm!r}")
+    check_coded_algorithm(algorithm, isinstance(compression, TopK))
     check_step(step)
     block = getattr(compression, "block", SMALLEST_BLOCK)
     if offset < 0 or offset % block:

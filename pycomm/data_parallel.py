@@ -90,7 +90,7 @@ class DataParallel(ModuleProxy):
         state: a state of :mod:`pycomm.hooks` that exchanges gradients, made with this module's
             parameters; with `shard`, no other wrapper may have it. Its options replace
             `compression`, `group` and `grad_scaler`. It also has options that this wrapper lacks:
-            which parameters are sent uncompressed, a warm-up, no residuals. A
+            which parameters are sent uncompressed, a warm-up, no residuals, the algorithm. A
             :class:`pycomm.hooks.LocalSGDState` exchanges parameters every few steps instead of
             gradients in backward: call its ``step()`` after every step of the optimizer.
 
@@ -291,12 +291,7 @@ class DataParallel(ModuleProxy):
             self._joined_steps = self._exchange.handshake.weighing = None
 
     def explain(self) -> ExchangePlan:
-        """Explains where the buckets of gradients lie, and what their exchange costs.
-
-        Returns:
-            The buckets exchanged so far: none before the first backward, and none with `shard`,
-            whose buckets always lie in the window.
-        """
+        """See :meth:`pycomm.hooks.CommState.explain`; with `shard`, it lists no buckets."""
         return self.comm_state.explain()
 
     def should_commit(self, ready: bool = True) -> bool:
@@ -549,10 +544,12 @@ def _check_state(state: object, module: nn.Module, given: Mapping[str, object]) 
 
 
 def _check_unshared(state: CommState | LocalSGDState, module: nn.Module, shards: bool) -> None:
-    """Raises ValueError if another module's wrapper has the state, and one of the two shards.
+    """Raises ValueError if a state cannot serve shards, or those of another module's wrapper.
 
     A sharded wrapper moves the residuals, and counts the steps of its own parameters only.
     """
+    if shards and (given := state.algorithm) not in ("auto", "two_shot"):
+        raise ValueError(f"with shard, state.algorithm must be auto or two_shot, got {given!r}")
     own = set(map(id, module.parameters()))
     for known in state._parameters.tensors:
         is_sharded = known_of(known).part is not None

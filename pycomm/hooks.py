@@ -15,7 +15,8 @@ like torch's own hooks they also take a process group or None:
     model.register_comm_hook(None, pycomm.hooks.int8_hook)
 
 A hook never blocks backward, averages in place, and gives the same bits on every rank, whatever the
-buckets. ``backward()`` raises errors with their type.
+buckets; with ``algorithm="ring"`` or ``"tree"`` of a state, bits depend on the buckets.
+``backward()`` raises errors with their type.
 """
 
 # DistributedDataParallel compares hooks' annotations as objects: they must not become strings.
@@ -56,10 +57,10 @@ if not TYPE_CHECKING:
 
 
 class AllReduceState(CommState):
-    """The state of :func:`all_reduce_hook`, which sends gradients uncompressed."""
+    """The state of :func:`all_reduce_hook`, a :class:`CommState` without compression."""
 
-    def __init__(self, *, group: Group | None = None) -> None:
-        super().__init__(group=group)
+    def __init__(self, *, group: Group | None = None, algorithm: str = "auto") -> None:
+        super().__init__(group=group, algorithm=algorithm)
 
 
 class Int8State(CommState):
@@ -70,7 +71,8 @@ class Int8State(CommState):
         block: see :class:`pycomm.Int8`.
         rounding: see :class:`pycomm.Int8`.
         seed: see :class:`pycomm.Int8`.
-        options: `group`, `exclude`, `grad_scaler`, `warmup_steps` of :class:`CommState`.
+        options: `group`, `exclude`, `grad_scaler`, `warmup_steps`, `algorithm` of
+            :class:`CommState`.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.nodes.namespaces import BURST_BYTES
 from pycomm.advise.constants import Constants
@@ -36,6 +37,9 @@ GOALS = {
 TRAINING_GOAL = 2.5
 # The step of the wrapper without shards over this one's.
 SHARDED_GOALS = {"sharded": 1.05, "sharded int8": 3.5}
+ALGORITHMS = ("two_shot", "ring", "tree")
+LATENCIES_MS = (0, 2)  # added to that of the emulated links
+SIZES = (16 << 10, 256 << 10, 4 * MIB, 64 * MIB)
 BUCKET_MIB = 4  # of DDP: a parameter each, so that there is something to overlap
 
 
@@ -61,13 +65,14 @@ class NodeRow(ResultRow):
     """One contestant in one case. It is written before it is measured.
 
     Attributes:
-        case: ``"all_reduce"``, ``"training"``, or one of `SHARDED_CASES`.
+        case: ``"all_reduce"``, with an added latency, ``"training"``, or one of `SHARDED_CASES`.
         bytes: of the tensor, or of all gradients.
         predicted_us: the model's prediction; None if it does not know the contestant.
         predicted_link_bytes: that a node sends, as well.
         time_us: the median of rounds, of each the slowest rank's.
         link_bytes: by the counters of the interfaces, the busiest node's.
-        ratio: in the same rounds, the time of Gloo, or of a step without shards, over this one.
+        ratio: in the same rounds, the time of Gloo, of a step without shards, or of two-shot among
+            algorithms, over this one.
         goal: what the ratio should be at least.
     """
 
@@ -137,6 +142,34 @@ def all_reduce_rows(layout: Layout, nbytes: int, constants: Constants, cores: in
             )
         )  # fmt: skip
     return rows
+
+
+def algorithm_cases(rate: str, rounds: int) -> list[dict[str, Any]]:
+    """All-reduces of every size at every latency; the shorter ones more often."""
+    return [
+        {
+            "case": f"all_reduce +{latency:g} ms",
+            "rate": rate,
+            "latency_ms": latency,
+            "bytes": size,
+            "rounds": rounds if size > 16 * MIB else 4 * rounds,
+        }
+        for latency in LATENCIES_MS
+        for size in SIZES
+    ]
+
+
+def algorithm_rows(layout: Layout, cases: list[dict[str, Any]]) -> list[NodeRow]:
+    """Bytes of every algorithm in every case; the model predicts no times for them."""
+    share = 2 * (layout.nodes - 1) / layout.nodes
+    return [
+        NodeRow(
+            case["case"], layout.nodes, layout.ranks, layout.rate, name, case["bytes"],
+            None, None if name == "tree" else round(share * case["bytes"]),
+        )
+        for case in cases
+        for name in ALGORITHMS
+    ]  # fmt: skip
 
 
 def training_rows(

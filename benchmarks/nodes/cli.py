@@ -30,6 +30,8 @@ from benchmarks.nodes.cases import (
     TRAINEES,
     Layout,
     NodeRow,
+    algorithm_cases,
+    algorithm_rows,
     all_reduce_rows,
     sharded_rows,
     training_rows,
@@ -91,6 +93,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--no-training", action="store_true")
     add("--sharded", action="store_true", help="measure only steps of sharded wrappers")
+    add("--algorithms", action="store_true", help="measure only two-shot, ring and tree")
     add("--cuts", type=int, default=50, help="number of times to cut the link (default 50)")
     add("--json", metavar="FILE", help="write results")
     options = parser.parse_args(argv)
@@ -122,8 +125,10 @@ class NodeResults(Results[NodeRow]):
         figures, meant = answered["figures"], (answered["case"], layout.nodes, layout.ranks)
         for row in self.rows:
             here = (row.case, row.nodes, row.ranks_per_node)
+            if row.bytes != answered.get("bytes", row.bytes):
+                continue
             if here == meant and row.rate == answered["rate"] and row.time_us is None:
-                base = BASE if row.case in SHARDED_CASES else PEER
+                base = BASE if row.case in SHARDED_CASES else answered.get("base", PEER)
                 row.fill(base_us=figures[base]["time_us"], **figures[row.contestant])
                 self.say(row.line())
         if answered["case"] == "training":
@@ -222,16 +227,20 @@ def exchange(
     trains = (count, ranks) == (2, 1) and not options.no_training and "1gbit" in options.rates
     training = [{"rate": "1gbit", "parameters": options.parameters, "batch": 128,
                  "bucket_cap_mb": BUCKET_MIB, "rounds": options.rounds, "steps": 10}]  # fmt: skip
-    plan: dict[str, Any] = {"what": "exchange", "all_reduce": [], "training": [], "step": []}
+    plan: dict[str, Any] = {"what": "exchange"}
+    plan |= {"all_reduce": [], "algorithms": [], "training": [], "step": []}
     for rate in options.rates:
         layout = Layout(count, ranks, rate)
         if options.sharded:
             case = {"rate": rate, "parameters": options.parameters, "rounds": options.rounds}
             plan["step"].append(case)
             to.predict(sharded_rows(layout, options.parameters, STEPPERS))
+        elif options.algorithms:
+            plan["algorithms"] += (own := algorithm_cases(rate, options.rounds))
+            to.predict(algorithm_rows(layout, own))
         else:
             to.predict(all_reduce_rows(layout, nbytes, known, cores))
-    if not options.sharded:
+    if not (options.sharded or options.algorithms):
         plan |= {"all_reduce": cases, "training": training if trains else []}
     with (
         shared_folder() as name,
@@ -332,10 +341,10 @@ def main() -> None:
         print(f"skipped: {reason}")
         return
     known = constants.load()
-    if not options.sharded:
+    if not (options.sharded or options.algorithms):
         known = with_links(known)
     results = NodeResults(options, known)
     for count, ranks in options.layouts:
         exchange(count, ranks, options, known, results)
-    if options.cuts and not options.sharded:
+    if options.cuts and not (options.sharded or options.algorithms):
         cut_links(options.cuts, results)

@@ -5,10 +5,13 @@ that all nodes see: ``ask("rate", ...)`` returns when it has been done.
 """
 
 import contextlib
+import functools
 import json
 import os
+import queue
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -23,12 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from benchmarks.nodes import sharded
 from benchmarks.nodes.cases import (
+    ALGORITHMS,
     COMPRESSIONS,
     FEEDBACK,
     TRAINEES,
     WITH_FEEDBACK,
 )
 from benchmarks.nodes.namespaces import sent_bytes
+from pycomm._runtime import internode
 from pycomm._runtime.torch_private import GradBucket
 from pycomm.bench import training
 from pycomm.bench.contestants import Case, Compressed, Contestant, Pycomm
@@ -127,6 +132,42 @@ def all_reduces(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]
         rewrites = {name: run.rewrite for name, run in prepared.items()}
         figures = interleave(calls, case["rounds"], rewrites)
         asking.ask("result", case="all_reduce", figures=figures, **case)
+
+
+class LateTransport(internode.GlooTransport):
+    """A link whose batches complete `seconds` later, one after another, as on a longer way."""
+
+    seconds = 0.0
+
+    def __init__(self, links: internode.CarrierLinks) -> None:
+        self._due: queue.SimpleQueue[float] = queue.SimpleQueue()
+        super().__init__(links)
+        threading.Thread(target=self._pass_on, daemon=True).start()
+
+    def complete(self) -> None:
+        """See the base."""
+        if self.seconds == 0:
+            super().complete()
+        else:
+            self._due.put(time.perf_counter() + self.seconds)
+
+    def _pass_on(self) -> None:
+        while True:
+            time.sleep(max(self._due.get() - time.perf_counter(), 0))
+            super().complete()
+
+
+def algorithms(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]) -> None:
+    """Measures pycomm's algorithms in every case."""
+    for case in cases:
+        LateTransport.seconds = case["latency_ms"] / 1e3
+        x = torch.zeros(case["bytes"] // 4)
+        calls = {
+            name: functools.partial(pycomm.all_reduce, x, algorithm=name, group=group)
+            for name in ALGORITHMS
+        }
+        figures = interleave(calls, case["rounds"])
+        asking.ask("result", figures=figures, base="two_shot", **case)
 
 
 def bf16_over_gloo(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -249,11 +290,13 @@ def main() -> None:
         cut(folder, plan["trials"], plan["timeout"], plan["bytes"])
         return
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    internode.GlooTransport = LateTransport  # type: ignore[misc]
     group = pycomm.init(timeout=SETUP_S)
     torch.manual_seed(group.rank)
     asking = Asking(folder)
     asking.ask("nodes", nodes=group.nodes)
     all_reduces(group, asking, plan["all_reduce"])
+    algorithms(group, asking, plan["algorithms"])
     for case in plan["training"]:
         train(group, asking, case)
     for case in plan["step"]:

@@ -2,7 +2,7 @@
 //
 // There are no formulas for algorithms here. Their own text runs on an executor that moves nothing and
 // counts, so that a new algorithm or codec has its costs at once. Between nodes, costs follow from who
-// owns what.
+// owns what, and from the steps of a ring or a tree.
 #pragma once
 
 #include "core/algorithms/coded.h"
@@ -213,12 +213,33 @@ inline LinkTraffic link_cost_of_blocks(const Operation& operation, const Nodes& 
   return {gathered.received, gathered.sent};
 }
 
+// A ring's or a tree's.
+inline LinkTraffic link_cost_of_relay(const Operation& operation, const Nodes& nodes, int stripe) {
+  const bool plain = operation.codec.kind == CodecKind::none;
+  const Operation carried = plain ? operation : carried_by(operation, nodes, stripe);
+  const std::int64_t count =
+      plain ? stripe_of(operation, nodes, stripe, 0, operation.count).count : carried.count;
+  LinkTraffic traffic;
+  visit_steps(operation.algorithm, relayed(carried, nodes, count), [&](const auto& steps) {
+    for (std::int64_t i = 0; i < steps.count(); ++i) {
+      const RelayStep step = steps[i];
+      const std::int64_t bytes = bytes_on_wire(carried, step.piece.count);
+      for (int j = 0; j < 2; ++j) {
+        traffic.sent += step.to[j] < 0 ? 0 : bytes;
+        traffic.received += step.from[j] < 0 ? 0 : bytes;
+      }
+    }
+  });
+  return traffic;
+}
+
 // The bytes that the rank with this stripe on node `nodes.here` sends to and receives from other nodes,
 // without handshakes and the lengths of lists. For top-k, an upper bound.
 inline LinkTraffic link_cost(const Operation& operation, const Nodes& nodes, int stripe) {
   if (moves_blocks(operation.collective)) return link_cost_of_blocks(operation, nodes, stripe);
   LinkTraffic traffic;
   if (stripe >= nodes.stripes() || operation.collective == Collective::barrier) return traffic;
+  if (relays(operation.algorithm)) return link_cost_of_relay(operation, nodes, stripe);
   const bool reduces = pycomm::reduces(operation.collective);
   const auto gets_result = [&](int node) {
     return operation.collective != Collective::reduce || node == nodes.node_of(operation.root);

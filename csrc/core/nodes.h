@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/algorithms/coded.h"
+#include "core/algorithms/relay.h"
 #include "core/algorithms/stripes.h"
 #include "core/codecs/topk.h"
 #include "core/operation.h"
@@ -75,8 +76,15 @@ inline Range stripe_of(const Operation& operation, const Nodes& nodes, int strip
 inline constexpr std::int64_t kSentWholeBytes = 32 << 10;
 inline bool adds_everywhere(const Operation& operation, const Nodes& nodes, int stripe) {
   const Range all = stripe_of(operation, nodes, stripe, 0, operation.count);
-  return operation.collective == Collective::all_reduce &&
+  return operation.collective == Collective::all_reduce && !relays(operation.algorithm) &&
          (nodes.count() - 1) * all.count * size_of(operation.dtype) <= kSentWholeBytes;
+}
+
+// What a ring or a tree of nodes passes on of a stripe, whose operation has so many elements.
+inline RelayTensor relayed(const Operation& operation, const Nodes& nodes, std::int64_t count) {
+  const bool plain = operation.codec.kind == CodecKind::none;
+  const std::int64_t bytes = plain ? size_of(operation.dtype) : payload_size(operation.codec);
+  return {count, stripe_unit(operation), bytes, nodes.count(), nodes.here};
 }
 
 // What each node owns of a contiguous stripe: it adds it up, or has it for all others.

@@ -120,10 +120,10 @@ class NodeTopology:
 
 
 def check_two_shot(algorithm: str) -> None:
-    """Raises ValueError for an algorithm that does not span nodes."""
+    """Raises ValueError for an algorithm that does not run over NCCL."""
     if algorithm not in ("auto", "two_shot"):
         raise ValueError(
-            f"algorithm must be auto or two_shot in a group that spans nodes, got {algorithm}"
+            f"algorithm must be auto or two_shot between nodes over NCCL, got {algorithm}"
         )
 
 
@@ -298,9 +298,10 @@ class NcclExchange:
             data.copy_(whole[: data.numel()])
 
 
-def spanning_mean(tensor: torch.Tensor, between: NodeTopology, _: int) -> None:
-    """Averages a part of a bucket in place."""
-    NcclExchange(between, tensor, tensor, "avg", 0).all_reduce()
+def mean_flow(tensor: torch.Tensor, algorithm: str) -> Callable[[NodeTopology, int], None]:
+    """A function that averages a part of a bucket in place, at a step."""
+    check_two_shot(algorithm)
+    return lambda between, _: NcclExchange(between, tensor, tensor, "avg", 0).all_reduce()
 
 
 def _enqueued(collective: str, flow: Callable[[NcclExchange], None]) -> Collective:

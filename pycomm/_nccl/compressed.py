@@ -27,7 +27,13 @@ import torch
 
 from pycomm import _C
 from pycomm._inputs import CODECS, DTYPES, OPS
-from pycomm._nccl.collectives import NcclExchange, NodeTopology, rounded, run_tiles
+from pycomm._nccl.collectives import (
+    NcclExchange,
+    NodeTopology,
+    check_two_shot,
+    rounded,
+    run_tiles,
+)
 from pycomm._runtime.cuda import Codecs
 from pycomm.compression import VALUES, Compression, Int8, TopK
 
@@ -426,9 +432,21 @@ def all_reduce(between: NodeTopology, looks: bool, call: CodedCall) -> torch.Ten
     return seen if found is None else seen | found.overflow
 
 
-def spanning_coded_mean(call: CodedCall, between: NodeTopology, step: int) -> None:
-    """Averages a part of a bucket at a step."""
-    all_reduce(between, False, replace(call, step=step))
+def coded_mean_flow(
+    tensor: torch.Tensor,
+    compression: Compression,
+    offset: int,
+    density_step: int,
+    kept: dict[str, torch.Tensor],
+    algorithm: str,
+) -> Callable[[NodeTopology, int], object]:
+    """A function that averages a part of a bucket in place, at a step."""
+    check_two_shot(algorithm)
+    call = CodedCall(
+        tensor, tensor, compression, "avg", 0, offset, density_step=density_step,
+        hold_unused=True, **kept,
+    )  # fmt: skip
+    return lambda between, step: all_reduce(between, False, replace(call, step=step))
 
 
 def _owned(compression: Compression) -> int:

@@ -9,6 +9,8 @@ import torch
 from pycomm import _C
 from pycomm._inputs import ALGORITHMS, check_choice, operation_of
 
+_NAMED = "named by the caller"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -49,7 +51,7 @@ def make_plan(
     check_choice("algorithm", algorithm, ALGORITHMS)
     _check_bytes(nbytes, dtype)
     chosen = select(nbytes, size) if algorithm == "auto" else algorithm
-    why = "named by the caller"
+    why = _NAMED
     if algorithm == "auto":
         why = f"measured best for {nbytes} bytes among {size} ranks on cpu"
     path = "window" if in_window and chosen in _C.zero_copy_algorithms else "staged"
@@ -67,16 +69,17 @@ def make_spanning_plan(
     check_choice("algorithm", algorithm, ALGORITHMS)
     _check_bytes(nbytes, dtype)
     path = f"{nodes} nodes, {stripes} stripe{'s' if stripes > 1 else ''}"
-    why = "two-shot between nodes, whatever the size"
+    chosen = "two_shot" if algorithm == "auto" else algorithm
+    why = "two-shot between nodes, whatever the size" if algorithm == "auto" else _NAMED
     operation = operation_of("all_reduce", algorithm, dtype)
     sent, received = _C.link_cost(core, operation, nbytes // dtype.itemsize)
-    return Plan("two_shot", why, "cpu", path, None, received, sent)
+    return Plan(chosen, why, "cpu", path, None, received, sent)
 
 
 def make_cuda_plan(nbytes: int, size: int, algorithm: str, transport: str) -> Plan:
     """The plan of every rank on CUDA, without steps and bytes."""
     chosen = select(nbytes, size, "cuda") if algorithm == "auto" else algorithm
-    why = "named by the caller" if chosen == algorithm else f"the table's choice for {nbytes} B"
+    why = _NAMED if chosen == algorithm else f"the table's choice for {nbytes} B"
     return Plan(chosen, why, "cuda", transport, None, None, None)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.futures import Future
 
 from pycomm._init import check_group, default_group
-from pycomm._inputs import check_memory, check_whole
+from pycomm._inputs import check_coded_algorithm, check_memory, check_whole
 from pycomm._runtime import host
 from pycomm._runtime.ranges import record_range
 from pycomm._runtime.torch_private import backward_id, backward_node, not_compiled, scale_of
@@ -34,7 +34,7 @@ from pycomm._training.parameters import (
 )
 from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm.collectives import all_gather
-from pycomm.compression import Cast, Compression, Identity, Int8
+from pycomm.compression import Cast, Compression, Identity, Int8, TopK
 from pycomm.errors import PycommError
 from pycomm.group import Group
 
@@ -105,6 +105,8 @@ class CommState(HookState):
         warmup_steps: the number of first steps that are sent uncompressed. A warm-up of the
             compression begins after them.
         feedback: False keeps no residuals even with `params`.
+        algorithm: as for :func:`pycomm.compressed_all_reduce`. With ``"ring"`` and ``"tree"``, bits
+            of averages depend on the buckets, and compression encodes at every hop.
 
     Attributes:
         step: the number of steps that have begun; a step exchanges every parameter once.
@@ -127,9 +129,12 @@ class CommState(HookState):
         grad_scaler: torch.amp.GradScaler | None = None,
         warmup_steps: int = 0,
         feedback: bool = True,
+        algorithm: str = "auto",
     ) -> None:
         _check_options(compression, group, grad_scaler, warmup_steps)
+        check_coded_algorithm(algorithm, isinstance(compression, TopK))
         self.compression = compression
+        self.algorithm = algorithm
         self.step = 0
         self._owner = (0, 0)  # rank and size of the group when the state was pickled
         self._parameters = Parameters(params, exclude)
@@ -144,7 +149,8 @@ class CommState(HookState):
         self._begin_anew()
 
     def _plan_anew(self) -> None:
-        self._planner = Planner(self.compression, self._parameters, self._residuals, self._tag)
+        kept = self._parameters, self._residuals
+        self._planner = Planner(self.compression, *kept, self._tag, self.algorithm)
 
     def _begin_anew(self) -> None:
         """Starts without plans and without running exchanges."""
@@ -180,6 +186,7 @@ class CommState(HookState):
             "feedback": bool(self._residuals),
             "grad_scaler": self._scale.known,
             "warmup_steps": self._warmup_steps,
+            "algorithm": self.algorithm,
         }
 
     def check_module(self, module: nn.Module) -> None:
@@ -375,7 +382,7 @@ class CommState(HookState):
             ``steps``: the number of steps;
             ``bytes_in``: bytes of gradients in buckets;
             ``bytes_wire``: bytes that this rank moved from and to other ranks (on CUDA, an upper
-            bound; with `shard`, including the parameters that a step sends);
+            bound; by tree, a rank's mean; with `shard`, also the parameters that a step sends);
             ``ratio``: bytes of an uncompressed exchange divided by ``bytes_wire``;
             ``exposed_ms``: milliseconds that backward waited for exchanges at its end;
             ``exposed_ms_total``: the same for all steps together;
@@ -400,7 +407,7 @@ class CommState(HookState):
         }
 
     def explain(self) -> ExchangePlan:
-        """Explains where the buckets of gradients lie, and what their exchange costs.
+        """Explains where the buckets of gradients lie, and how they are exchanged.
 
         Returns:
             The buckets exchanged so far: none before the first backward, and none of gradients that

@@ -49,7 +49,7 @@ class BucketOperation:
         tensor: the gradients.
         kept: other tensors that the operation reads and writes, by name.
         wire_bytes: the most bytes that this rank reads from other ranks, or receives from other
-            nodes.
+            nodes; by tree, a rank's mean.
     """
 
     call: _C.Call | StepFlow
@@ -72,7 +72,7 @@ class BucketExchange:
         names: the bucket in traces, records and errors.
         strides: the parameters' strides.
         state: what else the operations depend on.
-        place: the bucket, and True if it is encoded.
+        place: the bucket, True if it is encoded, and its algorithm.
 
     Attributes:
         wire_bytes: the sum over all parts.
@@ -87,7 +87,7 @@ class BucketExchange:
         names: BucketNames,
         strides: Sequence[tuple[int, ...]],
         state: tuple[object, ...],
-        place: tuple[torch.Tensor, bool],
+        place: tuple[torch.Tensor, bool, str],
     ) -> None:
         self._parts, self.state, self.place = parts, state, place
         self.stand_in, self.names, self.strides = stand_in, names, strides
@@ -167,6 +167,7 @@ class Planner:
         parameters: the model's parameters.
         residuals: their residuals.
         tag: a number that distinguishes these exchanges from others on the group.
+        algorithm: the algorithm of all exchanges; "auto" does not depend on buckets.
 
     Attributes:
         made: the exchanges, by a bucket's address and its parameters' ids.
@@ -178,8 +179,9 @@ class Planner:
         parameters: Parameters,
         residuals: Residuals,
         tag: int,
+        algorithm: str,
     ) -> None:
-        self._compression = compression
+        self._compression, self._algorithm = compression, algorithm
         self._parameters = parameters
         self._residuals = residuals
         self._tag = tag
@@ -234,11 +236,12 @@ class Planner:
         names = BucketNames(self._parameters, buffer, parameters)
         strides = [parameter.stride() for parameter in parameters]
         encoded = self._compression is not None and step >= 0
+        place = (buffer, encoded, self._algorithm)
         if buffer.is_cuda:
             from pycomm._training.explain import warn_if_slow
 
             warn_if_slow(group, buffer, encoded)
-        exchange = BucketExchange(parts, stand_in, names, strides, state, (buffer, encoded))
+        exchange = BucketExchange(parts, stand_in, names, strides, state, place)
         operations.debug(
             "rank %d: bucket of %d bytes, %s: %d operations, %s, at most %d bytes in",
             group.rank,
@@ -305,9 +308,9 @@ class Planner:
             return []
         call: _C.Call | StepFlow
         if group._spans(tensor.device):
-            from pycomm._nccl.collectives import spanning_mean
+            from pycomm._nccl.collectives import mean_flow
 
-            call = functools.partial(spanning_mean, tensor)
+            call = mean_flow(tensor, self._algorithm)
         else:
             call = self._call(tensor, first, _C.Codec(0))
         return [BucketOperation(call, tensor, {}, dense_wire_bytes(tensor.nbytes, group))]
@@ -333,32 +336,22 @@ class Planner:
             kept["scale"] = scale
         call: _C.Call | StepFlow
         if group._spans(tensor.device):
-            from pycomm._nccl.compressed import CodedCall, spanning_coded_mean
+            from pycomm._nccl.compressed import coded_mean_flow
 
-            coded = CodedCall(
-                tensor, tensor, compression, "avg", 0, entry.first, density_step=step,
-                hold_unused=True, **kept,
-            )  # fmt: skip
-            call = functools.partial(spanning_coded_mean, coded)
+            call = coded_mean_flow(tensor, compression, entry.first, step, kept, self._algorithm)
         else:
-            call = self._call(
-                tensor,
-                entry,
-                codec,
-                momentum=compression.momentum,
-                seed=compression.seed,
-                hold_unused=True,
-                **{name: part.data_ptr() for name, part in kept.items()},
-            )
+            pointers = {name: part.data_ptr() for name, part in kept.items()}
+            more = {"momentum": compression.momentum, "seed": compression.seed, "hold_unused": True}
+            call = self._call(tensor, entry, codec, **more, **pointers)
         ranks, stripes = parties(group)
         wire_bytes = compression.wire_bytes(entry.numel, ranks, tensor.dtype, step=step)
         return BucketOperation(call, tensor, kept, wire_bytes // stripes)
 
     def _call(self, tensor: torch.Tensor, first: Entry, codec: _C.Codec, **options: Any) -> _C.Call:
-        """An average in place, in rank order; ranks compare tag and place in the model."""
+        """An average in place; ranks compare tag and place in the model."""
         defaults = {"residual": 0, "velocity": 0, "momentum": 0.0, "seed": 0}
         return _C.Call(
-            operation_of("all_reduce", "auto", tensor.dtype, "avg"),
+            operation_of("all_reduce", self._algorithm, tensor.dtype, "avg"),
             count=tensor.numel(),
             input=tensor.data_ptr(),
             output=tensor.data_ptr(),

@@ -28,6 +28,9 @@ class BucketPlan:
         dtype: the dtype of the gradients.
         device: their device.
         path: ``"in place"``, ``"encoded"``, ``"NCCL"``, ``"staged"`` or ``"pinned host memory"``.
+        algorithm: the algorithm of an exchange of this size, ``"two_shot"`` if it is encoded and
+            the state names none.
+        why: the reason for the algorithm.
         parameters: the names of the first and the last parameter, if they are known.
     """
 
@@ -35,11 +38,14 @@ class BucketPlan:
     dtype: torch.dtype
     device: torch.device
     path: str
+    algorithm: str
+    why: str
     parameters: str
 
     def __str__(self) -> str:
         mib = self.nbytes / (1 << 20)
-        return f"{mib:.3g} MiB, {self.dtype} on {self.device}, {self.path}: {self.parameters}"
+        where = f"{mib:.3g} MiB, {self.dtype} on {self.device}, {self.path}: {self.parameters}"
+        return f"{where}; {self.algorithm}, {self.why}"
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,19 @@ def path_of(group: Group, buffer: torch.Tensor, encoded: bool) -> str:
     return "encoded" if encoded and path != "pinned host memory" else path
 
 
-def explain(group: Group, buffer: torch.Tensor, encoded: bool, parameters: str) -> BucketPlan:
-    """The plan of a bucket with these parameters."""
+def explain(
+    group: Group, buffer: torch.Tensor, encoded: bool, algorithm: str, parameters: str
+) -> BucketPlan:
+    """The plan of a bucket with these parameters, whose state has this algorithm."""
     path = path_of(group, buffer, encoded)
-    return BucketPlan(buffer.nbytes, buffer.dtype, buffer.device, path, parameters)
+    if encoded and algorithm == "auto":
+        chosen, why = "two_shot", "encoded gradients take it at every size"
+    else:
+        plan = group.explain(
+            buffer.nbytes, buffer.dtype, algorithm=algorithm, device=buffer.device.type
+        )
+        chosen, why = plan.algorithm, plan.why
+    return BucketPlan(buffer.nbytes, buffer.dtype, buffer.device, path, chosen, why, parameters)
 
 
 def warn_if_slow(group: Group, buffer: torch.Tensor, encoded: bool) -> None:

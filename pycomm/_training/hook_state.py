@@ -25,6 +25,7 @@ class HookState(ABC):
         agreements: if so, how many times all ranks have had the same parameters.
     """
 
+    algorithm = "auto"  # of exchanges; also the default of states that older versions have pickled
     averages_parameters = False
     agreements = 0
 

@@ -232,7 +232,7 @@ def test_rooted_operations(nodes: list[int]) -> None:
 
 def refused(group: pycomm.Group) -> None:
     x = torch.ones(1000, device="cuda")
-    two_shot = "algorithm must be auto or two_shot in a group that spans nodes, got ring"
+    two_shot = "algorithm must be auto or two_shot between nodes over NCCL, got ring"
     with pytest.raises(ValueError, match=two_shot):
         pycomm.all_reduce(x, algorithm="ring", group=group)
     with pytest.raises(ValueError, match=two_shot):

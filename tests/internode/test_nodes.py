@@ -147,16 +147,17 @@ def test_nodes_must_make_up_the_world(nodes):
         pycomm.LocalWorld(3, nodes=nodes)
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "ring", "tree"])
-def test_algorithms_of_one_node_are_refused(world, algorithm):
+def test_one_shot_is_refused(world):
     group = world(2, nodes=[1, 1]).groups[0]
-    message = f"algorithm must be auto or two_shot in a group that spans nodes, got '?{algorithm}"
+    message = (
+        "algorithm must be auto, two_shot, ring or tree in a group that spans nodes, got one_shot"
+    )
     with pytest.raises(ValueError, match=message):
-        pycomm.all_reduce(torch.ones(3), algorithm=algorithm, group=group)
+        pycomm.all_reduce(torch.ones(3), algorithm="one_shot", group=group)
     with pytest.raises(ValueError, match=message):
-        pycomm.all_reduce(torch.ones(3), algorithm=algorithm, group=group, async_op=True)
+        pycomm.all_reduce(torch.ones(3), algorithm="one_shot", group=group, async_op=True)
     with pytest.raises(ValueError, match=message):
-        group.explain(12, algorithm=algorithm)
+        group.explain(12, algorithm="one_shot")
 
 
 def test_operations_of_a_compiled_graph(world):

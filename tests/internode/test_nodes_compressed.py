@@ -47,7 +47,8 @@ class Model:
         if isinstance(case.compression, pycomm.TopK):
             k = compressing.sent_elements(case.compression, case.count)
             return exchange.top_k(k, case.compression.values, case.compression.momentum)
-        return exchange.blocks(compressing.codec_of(case.compression, case.dtype, step))
+        codec = compressing.codec_of(case.compression, case.dtype, step)
+        return exchange.blocks(codec, case.algorithm)
 
 
 def check(case: Case, nodes: list[int], groups) -> None:
@@ -72,6 +73,17 @@ CASES = [
     Case(pycomm.Int8(block=1024, rounding="stochastic", seed=5), count=150_000, steps=2),
     Case(pycomm.Cast(), count=150_000, feedback=False),
     Case(pycomm.Identity(), torch.float16, count=70_000, steps=2),
+    Case(INT8, count=1000, steps=2, algorithm="ring"),
+    Case(INT8, count=200_003, offset=65_536 + 256, steps=2, algorithm="tree"),
+    Case(INT8, torch.bfloat16, count=150_000, op="sum", steps=2, algorithm="ring"),
+    Case(
+        pycomm.Int8(block=1024, rounding="stochastic", seed=5),
+        count=150_000,
+        steps=2,
+        algorithm="ring",
+    ),
+    Case(pycomm.Cast(), count=150_000, feedback=False, algorithm="tree"),
+    Case(pycomm.Identity(), torch.float16, count=70_000, steps=2, algorithm="tree"),
     Case(TOPK, count=3000, steps=3),
     Case(TOPK, count=400_003, steps=2),
     Case(pycomm.TopK(k=2000, values=torch.int8), torch.float16, count=300_000, steps=2),

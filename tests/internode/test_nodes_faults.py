@@ -19,7 +19,12 @@ from pycomm._runtime import internode
 TIMEOUT = 1.5
 
 
-def storm(group: pycomm.Group, folder: str, compression: pycomm.Compression | None = None):
+def storm(
+    group: pycomm.Group,
+    folder: str,
+    compression: pycomm.Compression | None = None,
+    algorithm: str = "auto",
+):
     """Runs operations until an error; returns it and its time."""
     x = torch.ones(500_000)
     for turn in range(100_000):
@@ -27,9 +32,9 @@ def storm(group: pycomm.Group, folder: str, compression: pycomm.Compression | No
             Path(folder, f"under-way-{group.rank}").touch()
         try:
             if compression is None:
-                pycomm.all_reduce(x, "avg", group=group)
+                pycomm.all_reduce(x, "avg", algorithm=algorithm, group=group)
             else:
-                pycomm.compressed_all_reduce(x, compression, group=group)
+                pycomm.compressed_all_reduce(x, compression, algorithm=algorithm, group=group)
         except pycomm.CollectiveError as error:
             at = time.monotonic()
             with pytest.raises(pycomm.GroupUnusable):

@@ -139,8 +139,13 @@ def in_rank_order(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
     return complete(fold(inputs, op), op, len(inputs), inputs[0].dtype)
 
 
-def around_the_ring(inputs: list[torch.Tensor], op: str, tile: int) -> torch.Tensor:
-    """Chunk c of a tile adds up from rank c on around the ring, rounded at every hop."""
+def around_the_ring(
+    inputs: list[torch.Tensor], op: str, tile: int, ranks: int | None = None
+) -> torch.Tensor:
+    """Chunk c of a tile adds up from rank c on around the ring, rounded at every hop.
+
+    `ranks`: how many an average is over, if not one per input.
+    """
     size, dtype, count = len(inputs), inputs[0].dtype, inputs[0].numel()
     chunk_of = np.empty(count, dtype=np.int64)
     for begin in range(0, count, max(tile, 1)):
@@ -153,7 +158,7 @@ def around_the_ring(inputs: list[torch.Tensor], op: str, tile: int) -> torch.Ten
         travelling, *others = [inputs[(chunk + hop) % size][mine] for hop in range(size)]
         for own in others[:-1]:
             travelling = narrow(fold([travelling, own], op), dtype)
-        result[mine] = complete(fold([travelling, others[-1]], op), op, size, dtype)
+        result[mine] = complete(fold([travelling, others[-1]], op), op, ranks or size, dtype)
     return result
 
 
@@ -189,7 +194,7 @@ def double_tree(size: int) -> tuple[Node, Node]:
     return Node(0, size), Node(0, size).renumber(second)
 
 
-def up_the_trees(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
+def up_the_trees(inputs: list[torch.Tensor], op: str, ranks: int | None = None) -> torch.Tensor:
     """Each half climbs its tree: left child, own, right child, rounded at every inner node."""
     size, dtype = len(inputs), inputs[0].dtype
     result = torch.empty_like(inputs[0])
@@ -208,7 +213,7 @@ def up_the_trees(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
                 return inputs[node.rank][half]
             return narrow(gathered(node), dtype)
 
-        result[half] = complete(gathered(root), op, size, dtype)
+        result[half] = complete(gathered(root), op, ranks or size, dtype)
     return result
 
 

@@ -22,13 +22,33 @@ def by_node(things: list, nodes: list[int]) -> list[list]:
     return [things[end - count : end] for count, end in zip(nodes, ends, strict=True)]
 
 
-def all_reduced(inputs: list[torch.Tensor], op: str, nodes: list[int]) -> torch.Tensor:
-    dtype = inputs[0].dtype
+def ring_tile(count: int, nodes: int, unit: int, itemsize: int) -> int:
+    """Elements of a ring's tiles: as few equal ones as keep a node's chunk within a MiB."""
+    period = nodes * unit
+    tiles = -(-count // (nodes * (1 << 20) // itemsize)) or 1
+    return -(-count // (tiles * period)) * period
+
+
+def all_reduced(
+    inputs: list[torch.Tensor], op: str, nodes: list[int], algorithm: str = "two_shot"
+) -> torch.Tensor:
+    dtype, itemsize = inputs[0].dtype, inputs[0].element_size()
     partial = [
         own[0] if len(own) == 1 else golden.narrow(golden.fold(own, op), dtype)
         for own in by_node(inputs, nodes)
     ]
-    return golden.complete(golden.fold(partial, op), op, len(inputs), dtype)
+    if algorithm == "two_shot":
+        return golden.complete(golden.fold(partial, op), op, len(inputs), dtype)
+    stripes = []
+    for part in golden.cut(inputs[0].numel(), min(nodes), itemsize):
+        stripe = [x[part] for x in partial]
+        if algorithm == "tree":
+            stripes.append(golden.up_the_trees(stripe, op, len(inputs)))
+            continue
+        per_line = golden.CACHE_LINE // itemsize
+        tile = ring_tile(stripe[0].numel(), len(nodes), per_line, itemsize)
+        stripes.append(golden.around_the_ring(stripe, op, tile, len(inputs)))
+    return torch.cat(stripes)
 
 
 def summed(arrays: list[np.ndarray]) -> np.ndarray:
@@ -54,6 +74,10 @@ class Striped(reference.Reduction):
         sent = self.codec.through(values, rank * self.stripes + self.stripe, self.index[at])
         self.kept[rank][at] = values - sent
         return sent
+
+    def slot(self) -> int:
+        unit = self.codec.unit
+        return ring_tile(self.count, self.size, unit, self.codec.payload_size) or unit
 
 
 @dataclass
@@ -102,10 +126,12 @@ class Exchange:
         for node, residual in enumerate(kept or []):
             residual[owners == node] += lost[owners == node]
 
-    def blocks(self, codec: reference.Codec) -> torch.Tensor:
+    def blocks(self, codec: reference.Codec, algorithm: str = "two_shot") -> torch.Tensor:
+        reduce = reference.ALGORITHMS[algorithm]
         if max(self.nodes) == 1:  # as on one node
-            work = reference.Reduction(self.inputs, codec, self.op, self.residuals, self.offset)
-            return reference.two_shot(work)
+            ranks = len(self.inputs)
+            work = Striped(self.inputs, codec, self.op, self.residuals, self.offset, ranks=ranks)
+            return reduce(work)
         for s in range(self.stripes):
             at, offset, owners = self.stripe(s, reference.OWNED)
             if not len(at):
@@ -122,7 +148,7 @@ class Exchange:
                 stripes=self.stripes,
                 stripe=s,
             )
-            made = reference.two_shot(work)
+            made = reduce(work)
             self.put(made, at, owners, residuals)
             self.keep(self.residuals, residuals, at, s)
         return self.result

@@ -11,14 +11,18 @@ from imagined import TYPICAL
 
 from benchmarks.nodes import cli, namespaces, sharded
 from benchmarks.nodes.cases import (
+    ALGORITHMS,
     COMPRESSIONS,
     FEEDBACK,
     GOALS,
     HEADER,
     SHARDED_GOALS,
+    SIZES,
     TRAINEES,
     WITH_FEEDBACK,
     Layout,
+    algorithm_cases,
+    algorithm_rows,
     all_reduce_rows,
     sharded_rows,
     training_rows,
@@ -70,6 +74,25 @@ def test_formula(count, ranks):
     assert shares["pycomm topk:0.01"] == pytest.approx(once * 0.01 * 40.6 / 32, rel=0.01)
     total = count * ranks
     assert shares["gloo"] == pytest.approx(2 * (total - 1) / total)
+
+
+def test_algorithms_are_compared_with_two_shot_at_the_same_size(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["nodes"])
+    made = algorithm_cases("1gbit", 4)
+    path = tmp_path / "nodes.json"
+    results = cli.NodeResults(cli.parse(["--algorithms", "--json", str(path)]), TYPICAL)
+    results.predict(algorithm_rows(Layout(3, 1, "1gbit"), made))
+    figures = {name: {"time_us": 4.0, "link_bytes": 1, "rounds": 3} for name in ALGORITHMS}
+    figures["ring"] |= {"time_us": 2.0}
+    results.fill(
+        {"figures": figures, "base": "two_shot", "losses": {}, **made[1]}, Layout(3, 1, "1gbit")
+    )
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["time_us"] is not None]
+    assert [(row["contestant"], row["bytes"], row["ratio"]) for row in rows] == [
+        (name, SIZES[1], 2.0 if name == "ring" else 1.0) for name in ALGORITHMS
+    ]
+    assert rows[0]["predicted_link_bytes"] == round(4 / 3 * SIZES[1])
+    assert capsys.readouterr().out.count("all_reduce +0 ms") == 3
 
 
 def test_rows_are_predictions_until_they_are_filled():

@@ -11,6 +11,9 @@
 // reduce. While one tile is encoded, added or decoded, others are on the wire in both directions.
 // All nodes post their batches in the same order, independent of timing.
 //
+// In a batch, node m sends to the nodes m+1, m+2, ... (mod H) and receives from m-1, m-2, ...: nodes
+// that are in step send to different ones, instead of all to the same.
+//
 // Per stripe of S bytes on the wire and H nodes, each node sends and receives (H-1)/H S in phase 1
 // and again in phase 2. Reduce-scatter is phases 1 and 2 without sending the results; all-gather
 // and broadcast are the rest.
@@ -23,6 +26,14 @@ namespace pycomm {
 inline constexpr std::int64_t kPipelineDepth = 2;
 // The number of tiles in flight at a time.
 inline constexpr std::int64_t kTilesUnderWay = 2 * kPipelineDepth + 1;
+
+struct Partners {
+  int to, from;
+};
+// Whom a node sends to and receives from at turn 1, 2, ..., nodes - 1.
+constexpr Partners partners_at(int turn, int node, int nodes) {
+  return {(node + turn) % nodes, (node - turn + nodes) % nodes};
+}
 
 // Link: post(batch) starts a batch of messages and returns its number; wait(number) waits for it.
 // Stages: one operation's steps on tile t. reduces() and gathers() say which phases the operation

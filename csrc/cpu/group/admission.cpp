@@ -12,12 +12,10 @@ std::string Group::refusal(const Call& call) const {
   if (call.inputs || call.outputs) return refusal_of_blocks(call, size_);
   if (internode_ != nullptr) {
     const Algorithm algorithm = operation.algorithm;
-    if (operation.collective == Collective::all_reduce && algorithm != Algorithm::automatic &&
-        algorithm != Algorithm::two_shot) {
-      return std::string("algorithm must be auto or two_shot in a group that spans nodes, got ") +
-             name_of(algorithm);
-    }
-    return {};
+    if (operation.collective != Collective::all_reduce || algorithm != Algorithm::one_shot)
+      return {};
+    return "algorithm must be auto, two_shot, ring or tree in a group that spans nodes, got "
+           "one_shot";
   }
   if (operation.codec.kind == CodecKind::none || operation.codec.kind == CodecKind::topk) return {};
   const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);

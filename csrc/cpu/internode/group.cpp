@@ -112,10 +112,27 @@ void InternodeGroup::exchange_plain(const Operation& operation, std::byte* data,
   link_->await_announcements();  // if no data was exchanged
 }
 
+// All-reduce by a ring or a tree of nodes.
+void InternodeGroup::relay_plain(const Operation& operation, std::byte* data) {
+  if (!owns_stripe()) return;
+  const Range mine = stripe_of(operation, nodes_, comm_.rank(), 0, operation.count);
+  std::byte* const stripe = data + mine.begin * size_of(operation.dtype);
+  visit_steps(operation.algorithm, relayed(operation, nodes_, mine.count), [&](const auto& steps) {
+    PlainPieces pieces(*link_, operation, stripe, steps.piece(), scratch_.incoming);
+    relay(*link_, steps, pieces);
+  });
+  link_->await_announcements();  // if no data was exchanged
+}
+
 void InternodeGroup::all_reduce(const Operation& operation, const Call& call) {
-  reduce_to_stripes(operation, operation.count, call.input, call.output);
-  exchange_plain(operation, static_cast<std::byte*>(call.output), true, true);
-  gather_stripes(operation, operation.count, call.output);
+  auto* const data = static_cast<std::byte*>(call.output);
+  reduce_to_stripes(operation, operation.count, call.input, data);
+  if (relays(operation.algorithm)) {
+    relay_plain(operation, data);
+  } else {
+    exchange_plain(operation, data, true, true);
+  }
+  gather_stripes(operation, operation.count, data);
 }
 
 // The ranks without a result have the sums of their stripes in a buffer.
@@ -294,17 +311,33 @@ Preflight InternodeGroup::exchange_coded(const Operation& operation, const Call&
   const Range whole{0, operation.count};
   const Preflight preflight = agree(preflight_of(operation, call, limit, {&whole, 1}));
   link_->begin_tensor(operation, call.input, call.output, preflight);
+  if (relays(operation.algorithm)) return relay_coded(operation, call, limit, aggregate);
   const TileRanges tile_ranges =
       aggregate != nullptr
           ? aggregate->tile_ranges()
           : tile_ranges_of(operation, {nodes_.count() * kOwnedElements, 1}, nodes_.count());
   const CyclicOwners owners(*link_, operation, tile_ranges);
-  CodedComm<Link> coded(*link_, operation, call.feedback, limit,
-                        area_staging(operation.codec, owners.elements()),
+  const EncodedAreas layout(operation.codec, owners.elements());
+  CodedComm<Link> coded(*link_, operation, call.feedback, limit, layout.staging,
                         codec_loops(operation.dtype, operation.codec));
   coded.announce();
-  return exchange_parts(
-      coded, BlockStages(*link_, coded, operation.codec, owners, scratch_.incoming), aggregate);
+  return exchange_parts(coded, BlockStages(*link_, coded, layout, owners, scratch_.incoming),
+                        aggregate);
+}
+
+Preflight InternodeGroup::relay_coded(const Operation& operation, const Call& call, float limit,
+                                      NodeAggregate* aggregate) {
+  Preflight found;
+  const RelayTensor tensor = relayed(operation, nodes_, operation.count);
+  visit_steps(operation.algorithm, tensor, [&](const auto& steps) {
+    const EncodedAreas layout(operation.codec, steps.piece());
+    CodedComm<Link> coded(*link_, operation, call.feedback, limit, layout.staging,
+                          codec_loops(operation.dtype, operation.codec));
+    coded.announce();
+    CodedPieces pieces(*link_, coded, layout, steps.pieces(), scratch_.incoming);
+    found = exchange_parts(coded, RelayStages(*link_, steps, pieces), aggregate);
+  });
+  return found;
 }
 
 // Every rank sends each node its part of the sums, in one stripe, and its node gathers the results.
@@ -394,12 +427,12 @@ Preflight InternodeGroup::exchange_blocks(const Operation& operation, const Call
   const Preflight preflight = agree(preflight_of(operation, call, limit, owned));
   link_->begin_tensor(operation, call.input, call.output, preflight);
   const RangeOwners owners(owned, operation.codec);
-  CodedComm<Link> coded(*link_, operation, call.feedback, limit,
-                        area_staging(operation.codec, owners.elements()),
+  const EncodedAreas layout(operation.codec, owners.elements());
+  CodedComm<Link> coded(*link_, operation, call.feedback, limit, layout.staging,
                         codec_loops(operation.dtype, operation.codec));
   coded.announce();
-  return exchange_parts(
-      coded, BlockStages(*link_, coded, operation.codec, owners, scratch_.incoming), nullptr);
+  return exchange_parts(coded, BlockStages(*link_, coded, layout, owners, scratch_.incoming),
+                        nullptr);
 }
 
 // A node knows only whether its own contribution and result are finite. With feedback, the preflight

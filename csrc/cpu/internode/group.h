@@ -5,7 +5,8 @@
 //      type, in which they are sent.
 //   2. Between nodes, all stripes in parallel: two-shot in node order
 //      (core/algorithms/internode.h). AVG divides here, once, by the number of all ranks. A small
-//      stripe is sent whole to all nodes instead.
+//      stripe is sent whole to all nodes instead. A ring or a double tree, if the caller names it
+//      (core/algorithms/relay.h).
 //   3. Inside each node: all-gather of the stripes.
 //
 // So a tensor crosses a node's network link as if the node had a single rank, however many it has.
@@ -34,6 +35,7 @@
 #include "cpu/codecs/topk_comm.h"
 #include "cpu/internode/aggregate.h"
 #include "cpu/internode/link.h"
+#include "cpu/internode/relay.h"
 #include "cpu/internode/stages.h"
 
 namespace pycomm::cpu {
@@ -102,6 +104,7 @@ class InternodeGroup {
                            Preflight mine = {});
   void exchange_plain(const Operation& operation, std::byte* data, bool reduces, bool gathers,
                       int to = kAllNodes);
+  void relay_plain(const Operation& operation, std::byte* data);
   std::int64_t begin_of_blocks(int node, std::int64_t block) const {
     return nodes_.before(node) * block;
   }
@@ -114,6 +117,8 @@ class InternodeGroup {
   float largest_result(const Operation& operation) const;
   Preflight exchange_coded(const Operation& operation, const Call& call, float largest_result,
                            NodeAggregate* aggregate);
+  Preflight relay_coded(const Operation& operation, const Call& call, float limit,
+                        NodeAggregate* aggregate);
   template <class Coded, class Stages>
   Preflight exchange_parts(const Coded& coded, Stages stages, NodeAggregate* aggregate);
   Preflight agree(Preflight mine);

@@ -32,11 +32,11 @@ PlainStages::PlainStages(Link& link, const Operation& operation, Work work, Scra
 Batch PlainStages::staged(std::int64_t t) const {
   Batch batch;
   const Range mine = piece(t, link_.rank());
-  for (int m = 0; m < link_.size(); ++m) {
-    if (m == link_.rank()) continue;
-    const Range theirs = piece(t, m);
-    if (theirs.count > 0) batch.sends.push_back(transfer(m, at(theirs), theirs));
-    if (mine.count > 0) batch.receives.push_back(transfer(m, incoming(t, m), mine));
+  for (int turn = 1; turn < link_.size(); ++turn) {
+    const auto [to, from] = partners_at(turn, link_.rank(), link_.size());
+    const Range theirs = piece(t, to);
+    if (theirs.count > 0) batch.sends.push_back(transfer(to, at(theirs), theirs));
+    if (mine.count > 0) batch.receives.push_back(transfer(from, incoming(t, from), mine));
   }
   return batch;
 }
@@ -55,12 +55,12 @@ void PlainStages::reduce(std::int64_t t) {
 Batch PlainStages::reduced(std::int64_t t) const {
   Batch batch;
   const Range mine = piece(t, link_.rank());
-  for (int m = 0; m < link_.size(); ++m) {
-    if (m == link_.rank()) continue;
-    const Range theirs = piece(t, m);
-    if (mine.count > 0 && gets_result(m)) batch.sends.push_back(transfer(m, at(mine), mine));
+  for (int turn = 1; turn < link_.size(); ++turn) {
+    const auto [to, from] = partners_at(turn, link_.rank(), link_.size());
+    const Range theirs = piece(t, from);
+    if (mine.count > 0 && gets_result(to)) batch.sends.push_back(transfer(to, at(mine), mine));
     if (theirs.count > 0 && gets_result(link_.rank())) {
-      batch.receives.push_back(transfer(m, at(theirs), theirs));
+      batch.receives.push_back(transfer(from, at(theirs), theirs));
     }
   }
   return batch;
@@ -70,7 +70,7 @@ TileRanges tile_ranges_of(const Operation& operation, const StripeInterleave& in
                           int nodes) {
   TileRanges tile_ranges{interleave.length * interleave.stripes, first_element(operation),
                          operation.count, 1};
-  if (operation.codec.kind == CodecKind::topk) {
+  if (operation.codec.kind == CodecKind::topk || relays(operation.algorithm)) {
     tile_ranges.periods_per_tile = std::max<std::int64_t>(tile_ranges.periods(), 1);
   } else {
     const std::int64_t piece_bytes = kOwnedElements * payload_size(operation.codec);
@@ -88,46 +88,44 @@ RangeOwners::RangeOwners(std::vector<Range> owned, const Codec& codec)
   ranges_.tile = elements / block_of(codec) * block_of(codec);
 }
 
-CodedStaging area_staging(const Codec& codec, std::int64_t elements) {
-  CodedStaging staging = CodedStaging::in(0, codec);
+EncodedAreas::EncodedAreas(const Codec& codec, std::int64_t elements)
+    : staging(CodedStaging::in(0, codec)),
+      scaled(is_scaled(codec)),
+      bytes(elements * staging.payload + (elements >> staging.shift) * 4) {
   staging.slot = elements / kStagingSlots;
-  return staging;
+}
+
+void EncodedAreas::add_transfers(std::vector<Transfer>& transfers, int node, const Location& area,
+                                 std::int64_t elements) const {
+  if (elements == 0) return;
+  const Encoded encoded = staging[area];
+  const std::int64_t payload = elements * staging.payload;
+  const std::int64_t scales = scaled ? ceil_div(elements, staging.block) * 4 : 0;
+  if (encoded.payload + payload == reinterpret_cast<std::byte*>(encoded.scales)) {
+    transfers.push_back({node, encoded.payload, payload + scales});
+    return;
+  }
+  transfers.push_back({node, encoded.payload, payload});
+  if (scaled) {
+    transfers.push_back({node, reinterpret_cast<std::byte*>(encoded.scales), scales});
+  }
 }
 
 template <class Owners>
-BlockStages<Owners>::BlockStages(Link& link, CodedComm<Link>& coded, const Codec& codec,
+BlockStages<Owners>::BlockStages(Link& link, CodedComm<Link>& coded, const EncodedAreas& layout,
                                  const Owners& owners, Scratch& scratch)
     : link_(link),
       coded_(coded),
-      staging_(area_staging(codec, owners.elements())),
-      scaled_(is_scaled(codec)),
-      area_bytes_(owners.elements() * staging_.payload + (owners.elements() >> staging_.shift) * 4),
+      layout_(layout),
       owners_(owners),
-      areas_(scratch.bytes(kTilesUnderWay * kUses * link.size() * area_bytes_)) {}
+      areas_(scratch.bytes(kTilesUnderWay * kUses * link.size() * layout.bytes)) {}
 
 template <class Owners>
 Location BlockStages<Owners>::area(std::int64_t t, Use use, int node) const {
   const std::int64_t index =
       (t % kTilesUnderWay * kUses + static_cast<int>(use)) * link_.size() + node;
   const int writer = use == Use::contribution ? link_.rank() : node;
-  return {areas_ + index * area_bytes_, writer, 0};
-}
-
-template <class Owners>
-void BlockStages<Owners>::add_transfers(std::vector<Transfer>& transfers, int node,
-                                        const Location& area, std::int64_t elements) const {
-  if (elements == 0) return;
-  const Encoded encoded = staging_[area];
-  const std::int64_t payload = elements * staging_.payload;
-  const std::int64_t scales = scaled_ ? ceil_div(elements, staging_.block) * 4 : 0;
-  if (encoded.payload + payload == reinterpret_cast<std::byte*>(encoded.scales)) {
-    transfers.push_back({node, encoded.payload, payload + scales});
-    return;
-  }
-  transfers.push_back({node, encoded.payload, payload});
-  if (scaled_) {
-    transfers.push_back({node, reinterpret_cast<std::byte*>(encoded.scales), scales});
-  }
+  return {areas_ + index * layout_.bytes, writer, 0};
 }
 
 // Encodes the parts of all owners, including this node's own, so that no node has a more exact copy:
@@ -146,10 +144,10 @@ template <class Owners>
 Batch BlockStages<Owners>::staged(std::int64_t t) const {
   Batch batch;
   const std::int64_t mine = elements(t, link_.rank());
-  for (int m = 0; m < link_.size(); ++m) {
-    if (m == link_.rank()) continue;
-    add_transfers(batch.sends, m, area(t, Use::contribution, m), elements(t, m));
-    add_transfers(batch.receives, m, area(t, Use::incoming, m), mine);
+  for (int turn = 1; turn < link_.size(); ++turn) {
+    const auto [to, from] = partners_at(turn, link_.rank(), link_.size());
+    layout_.add_transfers(batch.sends, to, area(t, Use::contribution, to), elements(t, to));
+    layout_.add_transfers(batch.receives, from, area(t, Use::incoming, from), mine);
   }
   return batch;
 }
@@ -174,10 +172,10 @@ template <class Owners>
 Batch BlockStages<Owners>::reduced(std::int64_t t) const {
   Batch batch;
   const int me = link_.rank();
-  for (int m = 0; m < link_.size(); ++m) {
-    if (m == me) continue;
-    add_transfers(batch.sends, m, area(t, Use::contribution, me), elements(t, me));
-    add_transfers(batch.receives, m, area(t, Use::result, m), elements(t, m));
+  for (int turn = 1; turn < link_.size(); ++turn) {
+    const auto [to, from] = partners_at(turn, me, link_.size());
+    layout_.add_transfers(batch.sends, to, area(t, Use::contribution, me), elements(t, me));
+    layout_.add_transfers(batch.receives, from, area(t, Use::result, from), elements(t, from));
   }
   return batch;
 }
@@ -246,15 +244,15 @@ Batch ListStages::with_lengths(bool result) {
           .push_back({node, list + piece.begin, piece.count});
     }
   };
-  for (int m = 0; m < link_.size(); ++m) {
-    if (m == me) continue;
-    const int owner = result ? m : me;
-    if (received[m] < 0 || received[m] > coded_.room(owner, result)) {
-      link_.blame(m,
-                  "a list of " + std::to_string(received[m]) + " bytes does not fit into its area");
+  for (int turn = 1; turn < link_.size(); ++turn) {
+    const auto [to, from] = partners_at(turn, me, link_.size());
+    const int owner = result ? from : me;
+    if (received[from] < 0 || received[from] > coded_.room(owner, result)) {
+      link_.blame(from, "a list of " + std::to_string(received[from]) +
+                            " bytes does not fit into its area");
     }
-    add(&Batch::sends, m, coded_.list(me, result ? me : m, result), sent[m]);
-    add(&Batch::receives, m, coded_.list(m, owner, result), received[m]);
+    add(&Batch::sends, to, coded_.list(me, result ? me : to, result), sent[to]);
+    add(&Batch::receives, from, coded_.list(from, owner, result), received[from]);
   }
   for (std::size_t i = 0; i + 1 < batches.size(); ++i) link_.post(batches[i]);
   return batches.back();

@@ -151,14 +151,24 @@ class RangeOwners {
   OwnedRanges ranges_;
 };
 
-// The layout of an area for this many encoded elements, for the codec's executor.
-CodedStaging area_staging(const Codec& codec, std::int64_t elements);
+// Areas for up to so many encoded elements each.
+struct EncodedAreas {
+  EncodedAreas(const Codec& codec, std::int64_t elements);
+
+  // Adds the transfers of the first elements of an area.
+  void add_transfers(std::vector<Transfer>& transfers, int node, const Location& area,
+                     std::int64_t elements) const;
+
+  CodedStaging staging;  // an area's layout, for the codec's executor
+  bool scaled;
+  std::int64_t bytes;  // of an area
+};
 
 // Encoded blocks.
 template <class Owners>
 class BlockStages {
  public:
-  BlockStages(Link& link, CodedComm<Link>& coded, const Codec& codec, const Owners& owners,
+  BlockStages(Link& link, CodedComm<Link>& coded, const EncodedAreas& layout, const Owners& owners,
               Scratch& scratch);
 
   std::int64_t tiles() const { return owners_.tiles(); }
@@ -178,17 +188,13 @@ class BlockStages {
   static constexpr int kUses = Owners::kGathers ? 3 : 2;
 
   Location area(std::int64_t t, Use use, int node) const;
-  void add_transfers(std::vector<Transfer>& transfers, int node, const Location& area,
-                     std::int64_t elements) const;
   std::int64_t elements(std::int64_t t, int owner) const {
     return owners_.each_run(t, owner, [](const Chunk&, std::int64_t) {});
   }
 
   Link& link_;
   CodedComm<Link>& coded_;
-  const CodedStaging staging_;
-  const bool scaled_;
-  const std::int64_t area_bytes_;
+  const EncodedAreas layout_;
   const Owners owners_;
   std::byte* areas_;
 };

@@ -17,7 +17,7 @@ struct Violation : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline constexpr int kMostThreads = 48;
+inline constexpr int kMostThreads = 120;
 using Time = std::uint32_t;  // of a thread; 0 means never
 
 struct Clock {

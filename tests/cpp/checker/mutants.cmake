@@ -29,6 +29,8 @@ add_mutant(sharded_step_tells_too_late_that_it_updates algorithms/sharded_step.h
   comm.update();" "comm.update();
   comm.signal(kUpdating);")
 add_node_mutant(exchange_adds_what_has_not_come core/algorithms/internode.h "link.wait(staged[t % kTilesUnderWay]);" "")
+add_node_mutant(relay_adds_what_has_not_come core/algorithms/relay.h "if (i >= 0) link.wait(batch);" "")
+add_node_mutant(relay_returns_while_it_sends core/algorithms/relay.h "link.wait(last);" "")
 
 # A step off.
 add_mutant(ring_waits_for_the_step_before algorithms/ring.h "signalled + 1 - tile.pieces" "signalled - tile.pieces")
@@ -49,6 +51,8 @@ add_mutant(tree_lags_too_far algorithms/tree.h "depth < kStagingSlots - 1 ? dept
 add_mutant(trees_share_slots algorithms/tree.h "index * kStagingSlots + k % kStagingSlots" "k % kStagingSlots")
 add_node_mutant(exchange_has_too_few_tiles core/algorithms/internode.h "kTilesUnderWay = 2 * kPipelineDepth + 1"
   "kTilesUnderWay = kPipelineDepth + 1")
+add_node_mutant(relay_has_too_few_areas cpu/internode/relay.h "i % kStepsAhead * 2 + which) * piece_bytes_"
+  "i % (kStepsAhead / 2) * 2 + which) * piece_bytes_")
 
 add_mutant(gather_has_three_slots algorithms/gather.h "t % kStagingSlots" "t % 3")
 

@@ -69,6 +69,20 @@ Step coded_step(Dice& random) {
   return step;
 }
 
+// A ring or a tree between nodes, of up to some tiles.
+Step relayed_step(Dice& random) {
+  constexpr std::int64_t kCounts[] = {0, 1, 17, 30011, 300007, 3000017};
+  Step step;
+  Operation& operation = step.operation;
+  operation.collective = Collective::all_reduce;
+  operation.algorithm = random() % 2 == 0 ? Algorithm::ring : Algorithm::tree;
+  operation.dtype = random() % 2 == 0 ? DType::f32 : DType::bf16;
+  operation.count = one_of(kCounts, random);
+  step.where = one_of(kPlaces, random);
+  step.in_place = random() % 2 == 0;
+  return step;
+}
+
 // Every rank gets whole blocks of the codec.
 Step coded_scatter_step(Dice& random) {
   constexpr std::int64_t kBlocksPerRank[] = {0, 1, 3, 20, 41};
@@ -174,8 +188,8 @@ std::vector<Step> steps_between_nodes(int ranks, Dice& random) {
     operation.count = i == 0 ? random() % 900000 : i == 4 ? 0 : random() % 100000;
     steps.back().in_place = i == 0 ? random() % 2 == 0 : i == 3;
     steps.push_back(i % 2 == 0 ? coded_step(random) : topk_step(random));
-    steps.back().operation.algorithm = Algorithm::two_shot;
     steps.back().feedback = random() % 2 == 0;
+    steps.push_back(relayed_step(random));
     steps.push_back(coded_scatter_step(random));
   }
   return steps;

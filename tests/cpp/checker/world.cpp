@@ -6,7 +6,7 @@ namespace pycomm::checker {
 namespace {
 
 // More batches than are ever in flight.
-constexpr int kCarriers = 6;
+constexpr int kCarriers = kStepsAhead + 2;
 constexpr Unit kResidual{4};
 // The operation of a tensor's content before any operation has written it.
 constexpr int kNoOperation = -1;

@@ -39,11 +39,12 @@ Operation operation_on(Collective collective, std::int64_t count) {
 }
 
 // Inline and on the workers, one after another.
-void sums(const std::vector<int>& ranks_per_node) {
+void sums(const std::vector<int>& ranks_per_node, Algorithm algorithm) {
   World world(ranks_per_node);
   world.run([&](int rank) {
     for (const std::int64_t count : {0, 5, 3000, 400001}) {
-      const Operation operation = operation_on(Collective::all_reduce, count);
+      Operation operation = operation_on(Collective::all_reduce, count);
+      operation.algorithm = algorithm;
       std::vector<float> x(static_cast<std::size_t>(count)), y(x.size());
       fill(x, rank);
       fill(y, rank);
@@ -75,13 +76,15 @@ void halves(const std::vector<int>& ranks_per_node) {
 }
 
 // With feedback, nothing is lost in sums over all ranks.
-void compressed(const std::vector<int>& ranks_per_node, CodecKind kind) {
+void compressed(const std::vector<int>& ranks_per_node, CodecKind kind,
+                Algorithm algorithm = Algorithm::automatic) {
   World world(ranks_per_node);
   const std::int64_t count = 300001;
   const auto n = static_cast<std::size_t>(count);
   std::vector<std::vector<float>> results(static_cast<std::size_t>(world.size())), kept = results;
   world.run([&](int rank) {
     Operation operation = operation_on(Collective::all_reduce, count);
+    operation.algorithm = algorithm;
     operation.codec.kind = kind;
     operation.codec.values = DType::f32;
     if (kind == CodecKind::int8) operation.codec.block = 256;
@@ -211,10 +214,16 @@ int main() {
     };
   };
   return run_all({
-      {"sums", everywhere(sums)},
+      {"sums", everywhere([](const auto& nodes) { sums(nodes, Algorithm::automatic); })},
+      {"sums by ring", everywhere([](const auto& nodes) { sums(nodes, Algorithm::ring); })},
+      {"sums by tree", everywhere([](const auto& nodes) { sums(nodes, Algorithm::tree); })},
       {"reduce-scatter and all-gather", everywhere(halves)},
       {"int8",
        everywhere([](const auto& ranks_per_node) { compressed(ranks_per_node, CodecKind::int8); })},
+      {"int8 by ring",
+       everywhere([](const auto& nodes) { compressed(nodes, CodecKind::int8, Algorithm::ring); })},
+      {"int8 by tree",
+       everywhere([](const auto& nodes) { compressed(nodes, CodecKind::int8, Algorithm::tree); })},
       {"top-k",
        everywhere([](const auto& ranks_per_node) { compressed(ranks_per_node, CodecKind::topk); })},
       {"reduce-scatter of int8",
