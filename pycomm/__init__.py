@@ -65,7 +65,7 @@ _HOMES = {
     "pycomm.stats": ("OperationStats", "RankTimes", "Stats"),
     "pycomm.tracing": ("Trace", "trace"),
 }
-_MODULES = ("backend", "exporters", "hooks", "ops", "optim")
+_MODULES = ("backend", "exporters", "hooks", "memory", "ops", "optim")
 
 __all__ = sorted([*_MODULES, *(name for names in _HOMES.values() for name in names)])
 

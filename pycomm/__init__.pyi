@@ -1,6 +1,7 @@
 from pycomm import backend as backend
 from pycomm import exporters as exporters
 from pycomm import hooks as hooks
+from pycomm import memory as memory
 from pycomm import ops as ops
 from pycomm import optim as optim
 from pycomm._init import default_group as default_group

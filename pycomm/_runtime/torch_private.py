@@ -19,6 +19,7 @@ from torch._C._dynamo import eval_frame
 from torch.autograd import Variable, profiler
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree, checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )

@@ -3,9 +3,13 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <malloc.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+
+#include <algorithm>
+#include <atomic>
 
 #include "device.h"
 
@@ -26,8 +30,10 @@ namespace {
 constexpr std::size_t kAlignment = 512;
 thread_local c10::StreamId current[kDevices] = {};
 bool may_wait = true;
+std::atomic<std::size_t> held = 0, peak = 0;  // bytes on all devices, without those of captures
 
 void free_memory(void* data) {
+  held -= malloc_usable_size(data);
   order.freed(data);
   std::free(data);
 }
@@ -44,6 +50,8 @@ c10::DataPtr Memory::allocate(std::size_t bytes) {
   std::memset(data, 0xcd, bytes);
   order.allocated(data, bytes, line_of(stream));
   if (is_captured(stream)) return {data, stream.device()};
+  held += malloc_usable_size(data);
+  peak = std::max(peak.load(), held.load());
   return {data, data, &free_memory, stream.device()};
 }
 
@@ -209,6 +217,8 @@ PYBIND11_MODULE(_emulator, m) {
             order.access_at(address, line_of(stream), true, "a kernel");
         });
   m.def("let_wait", [](bool may) { may_wait = may; });
+  m.def("memory", [] { return std::pair(held.load(), peak.load()); });
+  m.def("reset_peak", [] { peak = held.load(); });
   m.def("is_captured", [] { return is_captured(current_stream()); });
   m.def("begin_capture", [] {
     return cudaStreamBeginCapture(native(current_stream()), cudaStreamCaptureModeRelaxed);

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 PATH = os.environ.get("PYCOMM_EMULATOR", "")
 PROCESSORS = 2  # of a device
+MEMORY = 1 << 40  # bytes of a device
 
 
 def _load(name: str) -> types.ModuleType:
@@ -133,12 +134,20 @@ def get_device_properties(of: Any = None) -> Any:
     )
 
 
+def memory_stats(_: Any = None) -> dict[str, int]:
+    """Of all devices together, without memory of graphs."""
+    held, peak = device.memory()
+    return {
+        "allocated_bytes.all.current": held,
+        "allocated_bytes.all.peak": peak,
+        "reserved_bytes.all.current": held,
+        "reserved_bytes.all.peak": peak,
+    }
+
+
 def mem_get_info(_: Any = None) -> tuple[int, int]:
-    """What is free and all there is, as if this process alone used the memory."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    used = int(Path("/proc/self/statm").read_text().split()[1])
-    pages = os.sysconf("SC_PHYS_PAGES")
-    return (pages - used) * page, pages * page
+    windows = sum(nbytes for _, nbytes in SymmetricMemory.files.values())
+    return MEMORY - device.memory()[0] - windows, MEMORY
 
 
 class CUDAGraph:
@@ -178,13 +187,16 @@ REPLACED = {
     "empty_cache": lambda: None,
     "device_count": lambda: len(_visible()),
     "get_device_properties": get_device_properties,
+    "host_memory_stats": dict,  # its pinned memory is ordinary memory
+    "mem_get_info": mem_get_info,
+    "memory_stats": memory_stats,
+    "reset_peak_host_memory_stats": lambda: None,
+    "reset_peak_memory_stats": lambda _=None: device.reset_peak(),
     "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),  # it has no generator
     "is_available": lambda: True,
     "is_current_stream_capturing": lambda: device.is_captured(),
     "is_initialized": lambda: True,
-    "memory_stats": lambda _=None: {"reserved_bytes.all.current": 1},
     "set_sync_debug_mode": lambda mode: device.let_wait(mode != "error"),
-    "mem_get_info": mem_get_info,
     "set_device": lambda to: device.set_device(_device(to).index),
     "set_rng_state": lambda *_: None,
     "set_stream": torch.accelerator.set_stream,

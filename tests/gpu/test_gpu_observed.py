@@ -18,6 +18,7 @@ import torch
 
 import pycomm
 from pycomm import top
+from pycomm._runtime.cuda import STAGING_BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -251,3 +252,43 @@ def test_replays_are_shown() -> None:
             (row,) = (row for row in stats.operations if row.device == "cpu")  # it connected them
             assert (row.operation, row.count) == ("barrier", 1)
             assert counted(group) == {("all_reduce", "none", 4 * COUNT): (5, 20 * COUNT)}
+
+
+def test_peaks_of_memory_are_those_of_the_allocator() -> None:
+    width, batch = 256, 512
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run_step() -> None:
+        model(torch.ones(batch, width, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run_step()  # makes the states, and the workspaces of libraries
+    allocated = torch.cuda.memory_stats()["allocated_bytes.all.current"]
+    held = pycomm.memory.report(model, optimizer).total
+    with pycomm.memory.record(model, optimizer) as recording:
+        run_step()
+    for phase in ("forward", "backward", "exchange", "step"):
+        peak = recording.peaks[phase]
+        found = peak.gauges["allocated"] - allocated
+        assert found == pytest.approx(peak.total - held, rel=0.01, abs=1 << 15), phase
+        assert peak.gauges["reserved"] >= peak.gauges["allocated"]
+        assert peak.gauges["outside torch"] >= 0
+    peaks = {phase: peak.gauges["allocated"] for phase, peak in recording.peaks.items()}
+    assert peaks["backward"] > peaks["forward"] > peaks["exchange"]  # each has its own
+
+
+def record_a_step(group: pycomm.Group) -> pycomm.memory.MemoryRecording:
+    model = pycomm.DataParallel(torch.nn.Linear(8, 8, device="cuda"), group=group)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pycomm.memory.record(model, optimizer) as recording:
+        model(torch.ones(1, 8, device="cuda")).sum().backward()
+        optimizer.step()
+    return recording.over_ranks(group)
+
+
+def test_windows_are_memory_outside_of_torch() -> None:
+    for recording in gpu_ranks.run(2, gpu_ranks.PEER, record_a_step):
+        assert recording.peaks["step"].gauges["outside torch"] >= STAGING_BYTES
+        assert "outside torch" in str(recording)
