@@ -134,10 +134,10 @@ class Group:
     ) -> torch.Tensor:
         """Makes an uninitialised tensor in the window; collectives on it need no staging copy.
 
-        Staging is avoided if the tensors of all ranks lie in the window. On the CPU, the memory is
-        freed together with the tensor. On CUDA, it comes from the heap that
-        ``init(cuda_heap_bytes=...)`` has reserved and is freed together with the group, and all
-        ranks must make the first call together.
+        Staging is avoided if the tensors of all ranks lie in the window. The memory is freed with
+        the tensor. On CUDA, it comes from the heap that ``init(cuda_heap_bytes=...)`` has reserved;
+        a capture keeps it until the group is closed, a call that needs memory of tensors that are
+        gone waits for the device, and all ranks must make the first call together.
 
         Args:
             size: the shape, as for :func:`torch.empty`.
@@ -149,7 +149,7 @@ class Group:
 
         Raises:
             ValueError: an argument is not as described.
-            MemoryError: the node has too little memory.
+            MemoryError: the node, or the CUDA window's heap, has too little memory.
         """
         check_dtype("dtype", dtype)
         self._core.check_usable()

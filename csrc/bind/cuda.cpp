@@ -5,6 +5,7 @@
 #include "bind/gil.h"
 #include "bind/python.h"
 #include "core/backend_table.h"
+#include "cpu/memory/free_ranges.h"
 #include "cuda/codecs/wire.h"
 #include "cuda/group.h"
 
@@ -89,6 +90,20 @@ std::int64_t cuda_select(int device, std::uintptr_t stream, std::uintptr_t works
 
 void bind_cuda(py::module_& m) {
   m.attr("has_cuda") = cuda::available();
+  py::class_<cpu::FreeRanges>(m, "FreeRanges")
+      .def(py::init([](std::int64_t bytes, std::int64_t unit) {
+             return std::make_unique<cpu::FreeRanges>(Range{0, bytes}, unit);
+           }),
+           py::arg("bytes"), py::arg("unit"))
+      .def("take",
+           [](cpu::FreeRanges& ranges, std::int64_t bytes) {
+             const auto taken = ranges.take(bytes);
+             return taken ? std::optional(std::pair(taken->begin, taken->count)) : std::nullopt;
+           })
+      .def("give", [](cpu::FreeRanges& ranges, std::int64_t begin,
+                      std::int64_t count) { ranges.give({begin, count}); })
+      .def_property_readonly("total", &cpu::FreeRanges::total)
+      .def_property_readonly("largest", &cpu::FreeRanges::largest);
   py::class_<Endpoint, std::shared_ptr<Endpoint>>(m, "CudaEndpoint")
       .def(py::init([](int device, int rank, int ranks, int lanes, std::int64_t staging_bytes,
                        std::int64_t window_bytes, double timeout,

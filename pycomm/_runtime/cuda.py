@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ from pycomm._runtime.torch_private import (
     backward_id,
     environment,
     run_backward,
+    storage_at,
     symmetric_handle,
     symmetric_tensor,
 )
@@ -77,8 +80,7 @@ class CudaSide:
         # What C enqueues operations with; None if Python has to look at each.
         has_one_way = not self.shares_device and len(group.nodes) == 1
         self._short_way = self._core if has_one_way else None
-        self._heap = heap
-        self._heap_used = 0
+        self._heap = None if heap is None else CudaHeap(heap, self._core.check)
         self._keep = keep  # the memory behind the windows
         cuda_made(group, device, transport, lanes)
 
@@ -145,9 +147,7 @@ class CudaSide:
         """How other ranks get at an uncompressed tensor; see :class:`pycomm.ExchangePlan`."""
         if self.transport == "pinned host memory":
             return self.transport
-        heap = self._heap
-        begin = 0 if heap is None else tensor.data_ptr() - heap.data_ptr()
-        in_heap = heap is not None and 0 <= begin < heap.numel()
+        in_heap = self._heap is not None and tensor in self._heap
         return "in place" if in_heap or self.transport == "threads" else "staged"
 
     def check(self) -> None:
@@ -155,19 +155,75 @@ class CudaSide:
         self._core.check()
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Makes a tensor in the window's heap; its memory is freed together with the group."""
+        """Makes a tensor in the window's heap."""
         if self.transport == "threads":
             return torch.empty(shape, dtype=dtype, device=self.device)
-        nbytes = shape.numel() * dtype.itemsize
-        room = 0 if self._heap is None else self._heap.numel()
-        begin = -(-self._heap_used // 256) * 256
-        if self._heap is None or begin + nbytes > room:
+        if self._heap is None:
             raise MemoryError(
-                f"the CUDA window's heap has {max(room - begin, 0)} of {room} bytes, needed are "
-                f"{nbytes}: make the group with a larger cuda_heap_bytes"
+                "the CUDA window has no heap, because CUDA tensors go through pinned host memory"
             )
-        self._heap_used = begin + nbytes
-        return self._heap[begin : begin + nbytes].view(dtype).view(shape)
+        return self._heap.empty(shape, dtype)
+
+
+class CudaHeap:
+    """The part of a window that tensors lie in. Memory of tensors that are gone is used again.
+
+    Each operation announces where each rank's tensors lie, so ranks may free and make tensors in
+    different orders. An operation ends on a rank when no other rank uses the rank's tensors any
+    more. So no rank needs to ask others before it uses memory again, but it waits for its own
+    device, because the program's kernels may still use the memory, on any stream.
+
+    Args:
+        memory: all bytes of the heap.
+        check: raises the error of operations that have failed, once no other rank uses this rank's
+            tensors.
+    """
+
+    def __init__(self, memory: torch.Tensor, check: Callable[[], None]) -> None:
+        self._memory = memory
+        self._check = check
+        self._free = _C.FreeRanges(memory.numel(), _HEAP_UNIT)
+        self._released: collections.deque[tuple[int, int]] = collections.deque()
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return 0 <= tensor.data_ptr() - self._memory.data_ptr() < self._memory.numel()
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Makes an uninitialised tensor. One made in a capture keeps its memory, for the graph."""
+        nbytes = shape.numel() * dtype.itemsize
+        block = self._free.take(nbytes) or self._reclaim(nbytes)
+        if block is None:
+            raise MemoryError(
+                f"the CUDA window's heap has no room for {nbytes} bytes: of "
+                f"{self._memory.numel()} bytes {self._free.total} are free, the largest block has "
+                f"{self._free.largest}: make the group with a larger cuda_heap_bytes"
+            )
+        device = self._memory.device
+        storage = storage_at(self._memory.data_ptr() + block[0], device, nbytes)
+        kept = torch.cuda.is_current_stream_capturing()
+        released = None if kept else self._released
+        weakref.finalize(storage, _release, self._memory, released, block).atexit = False
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
+
+    def _reclaim(self, nbytes: int) -> tuple[int, int] | None:
+        """Takes a block after freeing the memory of tensors that are gone."""
+        blocks = len(self._released)
+        if not blocks or torch.cuda.is_current_stream_capturing():
+            return None
+        torch.cuda.synchronize(self._memory.device)
+        self._check()
+        for _ in range(blocks):
+            self._free.give(*self._released.popleft())
+        return self._free.take(nbytes)
+
+
+def _release(
+    memory: torch.Tensor,  # noqa: ARG001 - it lives as long as its last block
+    released: collections.deque[tuple[int, int]] | None,
+    block: tuple[int, int],
+) -> None:
+    if released is not None:
+        released.append(block)
 
 
 class NonfiniteFlag:
@@ -307,6 +363,7 @@ def fetch(*stand_ins: HostMirror) -> None:
 # - otherwise pinned host memory in the group's window, on all ranks.
 
 STAGING_BYTES = 32 << 20  # per rank, at least
+_HEAP_UNIT = 256  # bytes
 
 # Variables that torch reads when it makes symmetric memory. Multicast is not used here, and its
 # setup fails or hangs on some machines. Torch refuses two ranks on GPUs of the same number, but

@@ -49,8 +49,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# All private parts of torch that pycomm uses.
-
 T = TypeVar("T", bound=torch.Tensor)
 F = TypeVar("F", bound="Callable[..., Any]")
 _ALWAYS = timedelta(days=365)
@@ -78,6 +76,8 @@ store_of: Callable[[ProcessGroup], Store] = distributed_c10d._get_process_group_
 named_process_group: Callable[[Any], ProcessGroup] = _distributed_c10d._resolve_process_group
 # Sets the timeout of operations of a process group, by default of the default group.
 set_timeout: Callable[[timedelta], None] = distributed_c10d._set_pg_timeout
+# A storage over memory that it does not own: its address, device and bytes.
+storage_at: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
 after_autograd_keys = torch._C._after_autograd_keyset
 # A context in which operations skip __torch_dispatch__.
 no_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch

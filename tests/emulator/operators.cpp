@@ -1,5 +1,6 @@
 // torch's operations on the emulated device: the CPU's kernels run them, on aliases of their tensors.
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/set_native.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -304,6 +305,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("record_stream", &record_stream);
+  m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   // Without it, torch would look for a kernel of its own.
   m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&run_on_stream>());
 }

@@ -79,7 +79,8 @@ class Fakes:
             cuda_heap_begin=lambda *_: BYTES // 2,
             CudaEndpoint=lambda *_, **__: SimpleNamespace(),
             CudaSharedLaunch=lambda *_: SimpleNamespace(),
-            CudaGroup=lambda *_: SimpleNamespace(close=lambda: None),
+            CudaGroup=lambda *_: SimpleNamespace(close=lambda: None, check=lambda: None),
+            FreeRanges=_C.FreeRanges,
             CudaHostRegistration=self.registration,
             Operation=_C.Operation,
         )

@@ -189,9 +189,8 @@ void HeapMap::make_private(std::byte* allocation, std::int64_t begin, const Rang
   });
 }
 
-Heap::Heap(WindowFile& file, int slice) : file_(file), slice_(slice), forks_(current_forks()) {
-  free_[file.heap_range().begin] = file.heap_range().count;
-}
+Heap::Heap(WindowFile& file, int slice)
+    : file_(file), slice_(slice), forks_(current_forks()), free_(file.heap_range(), kPage) {}
 
 // A forked child has a copy of the free ranges, and would take what its parent takes next.
 std::unique_lock<std::mutex> Heap::lock_own() {
@@ -213,7 +212,7 @@ std::byte* Heap::take_and_map(std::int64_t bytes) {
     used_[data] = range;
     return data;
   } catch (...) {
-    give(range);
+    free_.give(range);
     throw;
   }
 }
@@ -227,7 +226,7 @@ void Heap::free(std::byte* data) {
 void Heap::unmap_and_give(std::byte* data) {
   const auto used = used_.find(data);
   PYCOMM_CHECK(used != used_.end(), "the address is not an allocation of this heap");
-  if (file_.release(slice_, used->second)) give(used->second);
+  if (file_.release(slice_, used->second)) free_.give(used->second);
   used_.erase(used);
 }
 
@@ -271,40 +270,15 @@ void Heap::end(const Lease& lease) {
   if (lease.data != nullptr) return unmap_and_give(lease.data);
   const auto place = places_.find(lease.offset);
   file_.punch(file_.position(slice_, place->first), place->second);
-  give({place->first, place->second});
+  free_.give({place->first, place->second});
   places_.erase(place);
 }
 
-// Takes whole pages from the free ranges.
 Range Heap::take(std::int64_t bytes) {
-  PYCOMM_CHECK(bytes >= 0, "bytes must not be negative, got " + std::to_string(bytes));
-  for (auto range = free_.begin(); range != free_.end(); ++range) {
-    const auto [offset, room] = *range;
-    if (room < bytes) continue;  // before rounding, which could overflow
-    const std::int64_t size = round_up(bytes > 0 ? bytes : 1, kPage);
-    if (room < size) continue;
-    free_.erase(range);
-    if (room > size) free_[offset + size] = room - size;
-    return {offset, size};
-  }
-  throw OutOfMemory("the window's heap has no room for " + std::to_string(bytes) + " bytes");
-}
-
-// Merges a range with its free neighbours.
-void Heap::give(Range range) {
-  auto next = free_.lower_bound(range.begin);
-  if (next != free_.end() && next->first == range.begin + range.count) {
-    range.count += next->second;
-    next = free_.erase(next);
-  }
-  if (next != free_.begin()) {
-    const auto before = std::prev(next);
-    if (before->first + before->second == range.begin) {
-      before->second += range.count;
-      return;
-    }
-  }
-  free_[range.begin] = range.count;
+  if (const auto range = free_.take(bytes)) return *range;
+  throw OutOfMemory("the window's heap has no room for " + std::to_string(bytes) +
+                    " bytes: " + std::to_string(free_.total()) +
+                    " are free, the largest block has " + std::to_string(free_.largest()));
 }
 
 }  // namespace pycomm::cpu

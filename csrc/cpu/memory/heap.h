@@ -19,6 +19,7 @@
 
 #include "core/layout.h"
 #include "core/types.h"
+#include "cpu/memory/free_ranges.h"
 
 namespace pycomm::cpu {
 
@@ -142,14 +143,13 @@ class Heap {
   std::byte* take_and_map(std::int64_t bytes);
   void unmap_and_give(std::byte* data);
   Range take(std::int64_t bytes);
-  void give(Range range);
   void end(const Lease& lease);
 
   WindowFile& file_;
   const int slice_;
   const unsigned forks_;
   std::mutex mutex_;
-  std::map<std::int64_t, std::int64_t> free_;  // offset -> bytes
+  FreeRanges free_;  // whole pages
   std::map<std::byte*, Range> used_;
   std::map<std::int64_t, std::int64_t> places_;  // of windows: offset -> bytes
   std::vector<Lease> leases_;
