@@ -8,7 +8,7 @@
     exporters.log_to_mlflow(stats, step)
     exporters.log(stats, logging.getLogger("train"))
 
-Each rank exports its own numbers, in at most 261 series. :func:`samples_of` makes them.
+Each rank exports its own numbers, in at most 321 series. :func:`samples_of` makes them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ _HELP = {
     "skew_score": "own time of the node's fastest rank, divided by this rank's",
     "slowest_rank": "the rank of this node with the lowest score",
     "lowest_skew_score": "its score",
+    "memory_bytes": "peak of memory in a phase of a step, by kind",
 }
 
 
@@ -54,7 +55,7 @@ class Sample:
         name: such as ``"p99_seconds"``. If it ends in ``_total``, the number only grows.
         value: the number.
         labels: what it is about: `rank`, and for operations also `operation`, `codec`,
-            `device` and `size`.
+            `device` and `size`, for memory `phase` and `kind`.
     """
 
     name: str
@@ -99,6 +100,9 @@ def samples_of(stats: Stats) -> Iterator[Sample]:
         yield Sample("skew_score", stats.skew[stats.rank], rank)
         yield Sample("slowest_rank", slowest, rank)
         yield Sample("lowest_skew_score", stats.skew[slowest], rank)
+    for phase, peak in stats.memory.items():
+        for name, size in {**peak.bytes, **peak.gauges}.items():
+            yield Sample("memory_bytes", size, {**rank, "phase": phase, "kind": name})
 
 
 def write_prometheus(stats: Stats, path: str | os.PathLike[str]) -> None:

@@ -28,6 +28,21 @@ import torch
 
 from pycomm._init import resolve_group
 from pycomm._inputs import local
+from pycomm._peaks import (
+    BACKWARD,
+    EXCHANGE,
+    FORWARD,
+    GAUGES,
+    KINDS,
+    OTHER,
+    PHASES,
+    REST,
+    STEP,
+    MemoryPeak,
+    larger_values,
+    memory_numbers,
+    memory_peaks,
+)
 from pycomm._runtime.torch_private import TorchDispatchMode, backward_id, pytree
 from pycomm._training.agree import gather_rows
 from pycomm._training.flat import home_of, place_of
@@ -40,7 +55,6 @@ if TYPE_CHECKING:
     from pycomm._training.local_sgd import LocalSGDState
     from pycomm.group import Group
 
-KINDS = ("parameters", "buffers", "gradients", "master weights", "states", "communication")
 MASTERS = ("master_param", "remainder")
 
 
@@ -326,45 +340,7 @@ def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 # Peaks in each phase of a step.
 
-FORWARD, BACKWARD, EXCHANGE, STEP, OTHER = "forward", "backward", "exchange", "step", "other"
-PHASES = (FORWARD, BACKWARD, EXCHANGE, STEP, OTHER)
-REST = "activations"
-# What the process and its device use, tensors or not. Each has a peak of its own.
-GAUGES = ("allocated", "reserved", "outside torch", "pinned", "resident")
 _MIB = 2**20
-_UNKNOWN = -1
-
-
-@dataclass(frozen=True)
-class MemoryPeak:
-    """The most memory in a phase of a step.
-
-    Attributes:
-        bytes: the bytes of each kind at the moment when tensors took the most. What is of no other
-            kind is ``"activations"``: also inputs, and memory that operations need for a while.
-        gauges: peaks, in bytes, which the process or the device had at moments of their own.
-            ``"resident"`` is the process's memory in RAM. With CUDA, ``"allocated"`` and
-            ``"reserved"`` are those of torch's allocator; ``"outside torch"`` is what else the
-            device has in use at the phase's end, such as windows, NCCL's buffers, contexts and
-            other processes; ``"pinned"`` is torch's pinned host memory.
-        rank: the rank that has measured this, or None if the model is in no group.
-    """
-
-    bytes: Mapping[str, int]
-    gauges: Mapping[str, int]
-    rank: int | None
-
-    @property
-    def total(self) -> int:
-        """The bytes of all kinds."""
-        return sum(self.bytes.values())
-
-    def _or(self, other: MemoryPeak | None) -> MemoryPeak:
-        """The larger of two peaks, with the larger of each gauge."""
-        if other is None:
-            return self
-        most = max(self, other, key=lambda peak: peak.total)
-        return MemoryPeak(most.bytes, _larger(self.gauges, other.gauges), most.rank)
 
 
 @dataclass
@@ -399,8 +375,8 @@ class MemoryRecording:
             gauges.
         """
         group = resolve_group(group)
-        rows = gather_rows(to_numbers(self), group)
-        every = [from_numbers(row, rank) for rank, row in enumerate(rows)]
+        rows = gather_rows(memory_numbers(self.peaks), group)
+        every = [memory_peaks(row, rank) for rank, row in enumerate(rows)]
         peaks = {}
         for phase in PHASES:
             found = [each[phase] for each in every if phase in each]
@@ -568,7 +544,7 @@ class _Recorder(TorchDispatchMode):
 
     def _note_gradient(self, _: torch.Tensor) -> None:
         self._gradients_end = len(self._events)
-        self._backward = _larger(self._backward, _read_gauges(self._device))
+        self._backward = larger_values(self._backward, _read_gauges(self._device))
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         address = storage.data_ptr()
@@ -603,6 +579,8 @@ class _Recorder(TorchDispatchMode):
             self._gradients_end, self._backward = None, {}
         self._take(phase, events, census.outside, gauges)
         self._recording.report = _report_of(self._model, census)
+        for state in self._comm_states:
+            state.group._core.show_memory(memory_numbers(self._recording.peaks))
 
     def _take(
         self,
@@ -621,7 +599,7 @@ class _Recorder(TorchDispatchMode):
         by_kind = _sums([outside, *(block.bytes for block in self._before)])
         self._apply(events[at:])
         peak = MemoryPeak({REST: 0, **by_kind}, gauges, self._rank)
-        self._recording.peaks[phase] = peak._or(self._recording.peaks.get(phase))
+        self._recording.peaks[phase] = peak.or_larger(self._recording.peaks.get(phase))
 
     def _apply(self, events: Iterable[tuple[_Block, bool]]) -> None:
         for block, born in events:
@@ -629,10 +607,6 @@ class _Recorder(TorchDispatchMode):
                 self._before.add(block)
             else:
                 self._before.discard(block)
-
-
-def _larger(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {name: max(one.get(name, 0), other.get(name, 0)) for name in {**one, **other}}
 
 
 def _read_gauges(device: torch.device) -> dict[str, int]:
@@ -656,31 +630,3 @@ def _peak_resident() -> int:
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return 1024 * int(status.split("VmHWM:", 1)[1].split(maxsplit=1)[0])
-
-
-# A recording as whole numbers, in an order that all ranks share.
-
-_COLUMNS = (*KINDS, REST, *GAUGES)
-
-
-def to_numbers(recording: MemoryRecording) -> list[int]:
-    """Bytes of all phases, kinds and gauges, and -1 for those that are not known."""
-    numbers = []
-    for phase in PHASES:
-        peak = recording.peaks.get(phase)
-        values = {} if peak is None else {**peak.bytes, **peak.gauges}
-        numbers += [values.get(name, _UNKNOWN) for name in _COLUMNS]
-    return numbers
-
-
-def from_numbers(numbers: Sequence[int], rank: int) -> dict[str, MemoryPeak]:
-    """The peaks by phase of a rank's :func:`to_numbers`."""
-    peaks = {}
-    for first, phase in zip(range(0, len(numbers), len(_COLUMNS)), PHASES, strict=True):
-        row = dict(zip(_COLUMNS, numbers[first : first + len(_COLUMNS)], strict=True))
-        known = {name: size for name, size in row.items() if size != _UNKNOWN}
-        if known:
-            kinds = {name: size for name, size in known.items() if name not in GAUGES}
-            gauges = {name: size for name, size in known.items() if name in GAUGES}
-            peaks[phase] = MemoryPeak(kinds, gauges, rank)
-    return peaks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -93,6 +93,7 @@ class RankReport:
         elsewhere: what it waits for in another group, or an empty string.
         operations: its last operations, in order.
         launched: its last operations on CUDA tensors, in the order of their launches.
+        memory: its peaks in each phase of a step, in bytes, from :func:`pycomm.memory.record`.
     """
 
     rank: int
@@ -102,6 +103,7 @@ class RankReport:
     elsewhere: str
     operations: tuple[RecordedOperation, ...]
     launched: tuple[LaunchedOperation, ...] = ()
+    memory: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def on_device(self) -> LaunchedOperation | None:
@@ -308,10 +310,14 @@ def make_report(state: Mapping[str, Any]) -> Report:
 def _make_rank(state: Mapping[str, Any], now: float, failed: bool) -> RankReport:
     operations = tuple(RecordedOperation(**operation) for operation in state["operations"])
     launched = tuple(LaunchedOperation(**launch) for launch in state["launched"])
-    rank = RankReport(**{**state, "operations": operations, "launched": launched})
-    young = (
-        bool(operations) and operations[-1].done is None and now - operations[-1].entered < _MOMENT
-    )
+    memory = {}
+    if any(state["memory"]):
+        from pycomm._peaks import memory_totals
+
+        memory = memory_totals(state["memory"])
+    parts = {"operations": operations, "launched": launched, "memory": memory}
+    rank = RankReport(**{**state, **parts})
+    young = any(o.done is None and now - o.entered < _MOMENT for o in operations[-1:])
     return replace(rank, waits_for=None) if rank.gone or (young and not failed) else rank
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from pycomm._peaks import MemoryPeak, memory_peaks
+
 _UNDISTURBED = 0.1  # the share of exchanges that count as undisturbed
 _MOST_LINES = 40
 
@@ -163,12 +165,15 @@ class Stats:
         size: the number of ranks in the group.
         operations: by kind and size.
         ranks: the times of every rank of this node, by rank.
+        memory: this rank's peaks in each phase of a step, if :func:`pycomm.memory.record` has
+            recorded them; the most so far, also in the result of :meth:`since`.
     """
 
     rank: int
     size: int
     operations: tuple[OperationStats, ...]
     ranks: Mapping[int, RankTimes]
+    memory: Mapping[str, MemoryPeak] = field(default_factory=dict)
 
     @cached_property
     def skew(self) -> dict[int, float]:
@@ -202,7 +207,7 @@ class Stats:
         some = tuple(row for row in rows if row.count)
         if all(row.device != "cpu" for row in some):  # differences of nanoseconds would make scores
             ranks = dict.fromkeys(ranks, RankTimes(0.0, 0.0))
-        return Stats(self.rank, self.size, some, ranks)
+        return Stats(self.rank, self.size, some, ranks, self.memory)
 
     def __str__(self) -> str:
         """The table; times are in microseconds."""
@@ -239,4 +244,4 @@ def make_stats(told: Mapping[str, Any], rank: int, size: int) -> Stats:
         for row in told["operations"]
     ]  # fmt: skip
     ranks = {number: RankTimes(own, blocked) for number, own, blocked in told["ranks"]}
-    return Stats(rank, size, tuple(rows), ranks)
+    return Stats(rank, size, tuple(rows), ranks, memory_peaks(told["memory"], rank))

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,7 +129,8 @@ def _rows(report: Report, before: Report | None) -> Iterator[tuple[list[str], bo
         late = report.lateness.get(rank.rank)
         cells = [str(rank.rank), str(rank.pid), rank.state(report.time)]
         cells.append("" if late is None else f"{1e3 * late:.3f}")
-        yield cells + _rates(rank, earlier.get(rank.rank), seconds), first[rank.rank]
+        cells += _rates(rank, earlier.get(rank.rank), seconds)
+        yield [*cells, _peak(rank.memory)], first[rank.rank]
 
 
 def _rates(rank: RankReport, earlier: RankReport | None, seconds: float) -> list[str]:
@@ -148,6 +149,14 @@ def _rates(rank: RankReport, earlier: RankReport | None, seconds: float) -> list
             mean = sum(operation.bytes for operation in now) / len(now)
             rates = [f"{count / seconds:,.0f}", f"{count * mean / seconds / 1e9:.2f}"]
     return rates  # none if another group now lies in the same place
+
+
+def _peak(memory: Mapping[str, int]) -> str:
+    """The largest peak of memory and its phase; empty if none is recorded."""
+    if not memory:
+        return ""
+    phase = max(memory, key=memory.__getitem__)
+    return f"{memory[phase] / 2**20:,.1f} in {phase}"
 
 
 def _title(report: Report) -> str:
@@ -178,7 +187,7 @@ def _watch(jobs: Jobs, interval: float) -> None:
             tables = []
             for place, report in sorted(reports.items(), key=lambda item: not item[1].late):
                 table = Table(title=_title(report))
-                for name in ("rank", "pid", "state", "late (ms)", "ops/s", "GB/s"):
+                for name in ("rank", "pid", "state", "late (ms)", "ops/s", "GB/s", "peak (MiB)"):
                     state = name == "state"
                     table.add_column(name, justify="left" if state else "right", no_wrap=not state)
                 for row, holds_up in _rows(report, before.get(place)):

@@ -78,6 +78,7 @@ py::dict to_python(const GroupState& group) {
     rank["elsewhere"] = state.elsewhere;
     rank["operations"] = operations;
     rank["launched"] = launched;
+    rank["memory"] = state.memory;
     ranks.append(rank);
   }
   py::list nodes;
@@ -128,6 +129,7 @@ py::dict to_python(const cpu::Group::Statistics& statistics) {
   made["ranks"] = ranks;
   made["operations"] = operations;
   made["middles"] = middles;
+  made["memory"] = statistics.memory;
   return made;
 }
 
@@ -145,6 +147,8 @@ void bind_record(py::module_& m, GroupClass& group) {
       },
       py::arg("most"), py::arg("only_own") = false);
   group.def_property("subject", &cpu::Group::subject, &cpu::Group::set_subject);
+  group.def("show_memory", &cpu::Group::show_memory, py::arg("figures"),
+            py::call_guard<WithoutGil>());
   group.def("statistics", [](cpu::Group& group) {
     const auto statistics = [&] {
       const WithoutGil no_gil;

@@ -49,6 +49,10 @@ struct TimedOperation {
   std::int64_t exchange;  // since all ranks had
 };
 
+// Bytes of memory in the phases of training steps (pycomm/memory.py), each plus 1; 0 if it is not
+// known.
+using MemoryFigures = std::array<std::int64_t, 60>;
+
 struct RankState {
   int rank = -1;
   int pid = -1;
@@ -57,6 +61,7 @@ struct RankState {
   std::string elsewhere;           // what it waits for in another group
   std::vector<Recorded> recorded;  // its last operations, in order
   std::vector<Launched> launched;  // those on its device, in order of launches
+  MemoryFigures memory{};
 };
 
 // What a rank knows of another node.

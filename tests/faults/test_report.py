@@ -263,6 +263,7 @@ def state_of(rank, sequence, waits_for=None):
         "elsewhere": "waits for another rank in another group, " + 60 * "y",
         "operations": [operation] * 8,
         "launched": [],
+        "memory": [0] * 60,
     }
 
 

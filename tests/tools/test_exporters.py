@@ -2,12 +2,14 @@
 
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 import pycomm
 from pycomm import exporters
+from pycomm._peaks import GAUGES, KINDS, PHASES, REST, MemoryPeak
 from pycomm.stats import OperationStats, RankTimes, Stats, Times
 
 MIDDLES = [0.001 * i for i in range(10)]
@@ -54,10 +56,23 @@ def test_samples():
     assert told == pytest.approx(expected_by_path())
 
 
+def test_peaks_of_memory(tmp_path):
+    peak = MemoryPeak({"activations": 7}, {"resident": 9}, 1)
+    stats = replace(of(), memory={"backward": peak})
+    told = {sample.path: sample.value for sample in exporters.samples_of(stats)}
+    assert told["pycomm/rank1/backward/activations/memory_bytes"] == 7
+    assert told["pycomm/rank1/backward/resident/memory_bytes"] == 9
+    exporters.write_prometheus(stats, tmp_path / "x.prom")
+    line = 'pycomm_memory_bytes{rank="1",phase="backward",kind="activations"} 7.0\n'
+    assert line in (tmp_path / "x.prom").read_text()
+
+
 def test_series_are_bounded():
     rows = [row(1 << i, count=i + 1) for i in range(40)]
-    samples = list(exporters.samples_of(of(*rows)))
-    assert len(samples) == len({sample.path for sample in samples}) == 261
+    peak = MemoryPeak(dict.fromkeys([*KINDS, REST], 1), dict.fromkeys(GAUGES, 1), 1)
+    stats = replace(of(*rows), memory=dict.fromkeys(PHASES, peak))
+    samples = list(exporters.samples_of(stats))
+    assert len(samples) == len({sample.path for sample in samples}) == 321
     kept = {int(sample.labels["size"]) for sample in samples if "size" in sample.labels}
     assert kept == {1 << i for i in range(8, 40)}  # those that have taken the most time
 

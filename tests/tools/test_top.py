@@ -18,6 +18,7 @@ import torch
 
 import pycomm
 from pycomm import top
+from pycomm._peaks import MemoryPeak, memory_numbers
 
 MARKUP = "user/[/item].weight"  # a parameter's name, which rich would take for its own
 TOP = [sys.executable, "-m", "pycomm.top"]
@@ -28,6 +29,12 @@ def hang(rank, size, store):
     with helpers.member(rank, size, store) as group, pycomm.init() as other:
         for _ in range(3):
             pycomm.all_reduce(torch.ones(1000), group=group)
+        kinds = {"parameters": 1 << 20, "activations": (4 + rank) << 20}
+        peaks = {
+            "forward": MemoryPeak({"activations": 1 << 20}, {}, rank),
+            "backward": MemoryPeak(kinds, {"resident": 1 << 30}, rank),
+        }
+        group._core.show_memory(memory_numbers(peaks))
         pycomm.barrier(group=other)
         if rank == 1:
             time.sleep(60)
@@ -77,6 +84,9 @@ def test_a_job_that_hangs(hanging):
         assert all(o["done"] > o["entered"] - 1e-6 for o in first["ranks"][2]["operations"])
         assert "1000 elements" in first["ranks"][0]["operations"][0]["description"]
         assert [rank["waits_for"] for rank in second["ranks"]] == [1, None, 1]
+        peaks = [{"forward": 1 << 20, "backward": (5 + rank) << 20} for rank in range(3)]
+        assert [rank["memory"] for rank in first["ranks"]] == peaks
+        assert [rank["memory"] for rank in second["ranks"]] == [{}, {}, {}]
         last = second["ranks"][2]["operations"][-1]
         assert (last["operation"], last["done"]) == ("broadcast", None)
 
@@ -115,6 +125,7 @@ def test_the_table(hanging):
     assert "group of 3 ranks, waiting for 1" in text
     assert str(hanging.pids[1]) in text
     assert MARKUP in text
+    assert all(f"{5 + rank}.0 in backward" in text for rank in range(3))
 
 
 def test_smaller_groups_are_seen():

@@ -100,6 +100,9 @@ def test_kinds_of_a_wrapper():
             for _ in range(2):
                 model(x).sum().backward()
                 optimizer.step()
+        shown = group.report().ranks[group.rank].memory
+        assert shown == {phase: peak.total for phase, peak in recording.peaks.items()}
+        assert group.stats().memory == recording.peaks
         return recording, group.staging_bytes
 
     elements = 3 * WIDTH * WIDTH

@@ -113,5 +113,5 @@ def test_statistics_of_nothing(world):
     assert stats.skew == {}
     with pytest.raises(ValueError, match="earlier"):
         stats.since(other)
-    told = {"ranks": [(0, 0.0, 0.0)], "operations": [], "middles": []}
+    told = {"ranks": [(0, 0.0, 0.0)], "operations": [], "middles": [], "memory": [0] * 60}
     assert make_stats(told, 0, 1).skew == {}

@@ -102,6 +102,8 @@ class Group {
   std::uint32_t record_launch(const Operation& operation, bool captured);
   // Shows the others how far the device is.
   void show_progress(const DeviceProgress& progress);
+  // Shows the others how much memory this rank's training takes; nothing once the group is closed.
+  void show_memory(const MemoryFigures& figures);
   // Counts what the device has ended, on one thread at a time.
   void count_on_device(const TimedOperation& ended);
   // The error of a launch, with what it was about and what is known of all ranks.
@@ -161,6 +163,7 @@ class Group {
     std::vector<RankTimes> ranks;
     std::vector<CountedOperations> operations;
     std::vector<CountedOperations> on_device;
+    MemoryFigures memory;  // this rank's
   };
   Statistics statistics();
 

@@ -22,6 +22,7 @@
 #include "core/hash.h"
 #include "core/layout.h"
 #include "core/operation.h"
+#include "core/record.h"
 #include "core/signal.h"
 #include "core/types.h"
 #include "cpu/executor/bell.h"
@@ -104,6 +105,7 @@ struct Control {
   // A DeviceProgress, and the ticks at which this rank's host has seen each word first.
   alignas(128) std::atomic<std::uint64_t> progress[2];
   std::atomic<std::int64_t> progress_seen[2];
+  alignas(128) std::atomic<std::int64_t> memory[std::tuple_size_v<MemoryFigures>];
 };
 
 inline constexpr std::int64_t kControlBytes = 4096;
@@ -155,6 +157,7 @@ inline constexpr std::uint64_t kLayout = hash_of({kLayoutVersion,
                                                   sizeof(Control::Proposal),
                                                   offsetof(Control, progress),
                                                   offsetof(Control, progress_seen),
+                                                  offsetof(Control, memory),
                                                   sizeof(p2p::Mailbox),
                                                   offsetof(p2p::Mailbox, sender),
                                                   offsetof(p2p::Mailbox, receiver),

@@ -4,6 +4,7 @@
 #include <system_error>
 
 #include "cpu/group/group.h"
+#include "cpu/observe/window_reader.h"
 
 namespace pycomm::cpu {
 namespace {
@@ -34,7 +35,11 @@ Group::Statistics Group::statistics() {
   if (forked() || closed_) check_usable();
   const std::lock_guard lock(departing_mutex_);
   if (departed_) throw GroupUnusable("group is closed");
-  Statistics all{seconds_per_tick(), {}, comm_.recorder().counters().read(), on_device_.read()};
+  Statistics all{seconds_per_tick(),
+                 {},
+                 comm_.recorder().counters().read(),
+                 on_device_.read(),
+                 memory_of(window_->control(comm_.rank()))};
   for (int r = 0; r < comm_.size(); ++r) {
     const auto [own, blocked] = comm_.own_and_blocked(r);
     all.ranks.push_back({comm_.number(r), own, blocked});
@@ -89,6 +94,16 @@ void Group::show_progress(const DeviceProgress& progress) {
     if (mine.progress[i].load(std::memory_order_relaxed) == progress[i]) continue;
     mine.progress_seen[i].store(ticks(), std::memory_order_release);
     mine.progress[i].store(progress[i], std::memory_order_release);
+  }
+}
+
+void Group::show_memory(const MemoryFigures& figures) {
+  if (forked()) return;
+  const std::lock_guard lock(departing_mutex_);
+  if (departed_) return;
+  Control& mine = window_->control(comm_.rank());
+  for (std::size_t i = 0; i < figures.size(); ++i) {
+    mine.memory[i].store(figures[i], std::memory_order_relaxed);
   }
 }
 

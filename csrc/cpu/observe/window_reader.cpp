@@ -108,6 +108,14 @@ std::string subject_of(const Control& control, const Subject* subjects, std::uin
   return subjects[number % kSubjects].read(number);
 }
 
+MemoryFigures memory_of(const Control& control) {
+  MemoryFigures figures;
+  for (std::size_t i = 0; i < figures.size(); ++i) {
+    figures[i] = control.memory[i].load(std::memory_order_relaxed);
+  }
+  return figures;
+}
+
 RankState state_of(const Slice& slice, int ranks, std::size_t most, const TickScale& scale) {
   const Control& control = slice.control;
   RankState state;
@@ -130,6 +138,7 @@ RankState state_of(const Slice& slice, int ranks, std::size_t most, const TickSc
                               subject_of(control, slice.subjects, entry.subject)});
   }
   state.launched = launched_of(slice, most, scale);
+  state.memory = memory_of(control);
   return state;
 }
 

@@ -21,6 +21,9 @@ struct Slice {
 // The text of a rank's subject; empty if it has gone or there is none.
 std::string subject_of(const Control& control, const Subject* subjects, std::uint32_t number);
 
+// What a rank shows of its memory.
+MemoryFigures memory_of(const Control& control);
+
 // The state in a rank's slice: at most `most` operations, and as many launches on its device, with
 // the operations that the device was in last. `waits_for` is the rank of this window that it waits
 // for. `rank` and `pid` are those of identity_word().
