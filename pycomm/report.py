@@ -109,10 +109,9 @@ class RankReport:
     def on_device(self) -> LaunchedOperation | None:
         """The operation that its device is in, or will begin next, or has done last."""
         running = [operation for operation in self.launched if operation.state == "running"]
-        waiting = [operation for operation in self.launched if operation.state == "launched"]
+        waiting = [each for each in self.launched if each.state == "launched" and not each.captured]
         done = [operation for operation in self.launched if operation.state == "done"]
-        eager = [operation for operation in waiting if not operation.captured]
-        last = running[-1:] or eager[:1] or sorted(done, key=lambda each: each.since)[-1:]
+        last = running[-1:] or waiting[:1] or sorted(done, key=lambda each: each.since)[-1:]
         return last[0] if last else None
 
     def state(self, now: float) -> str:
@@ -310,13 +309,12 @@ def make_report(state: Mapping[str, Any]) -> Report:
 def _make_rank(state: Mapping[str, Any], now: float, failed: bool) -> RankReport:
     operations = tuple(RecordedOperation(**operation) for operation in state["operations"])
     launched = tuple(LaunchedOperation(**launch) for launch in state["launched"])
-    memory = {}
+    made = {**state, "operations": operations, "launched": launched, "memory": {}}
     if any(state["memory"]):
         from pycomm._peaks import memory_totals
 
-        memory = memory_totals(state["memory"])
-    parts = {"operations": operations, "launched": launched, "memory": memory}
-    rank = RankReport(**{**state, **parts})
+        made["memory"] = memory_totals(state["memory"])
+    rank = RankReport(**made)
     young = any(o.done is None and now - o.entered < _MOMENT for o in operations[-1:])
     return replace(rank, waits_for=None) if rank.gone or (young and not failed) else rank
 
@@ -332,9 +330,8 @@ def _progress(rank: RankReport) -> tuple[int, bool, int, int]:
     """How far a rank has come, and its device."""
     last, current = rank.operations[-1:], rank.on_device
     sequence, done = (last[0].sequence, last[0].done is not None) if last else (0, False)
-    if current is None:
-        return sequence, done, 0, 0
-    return sequence, done, current.sequence, list(_WHERE).index(current.state)
+    device = (0, 0) if current is None else (current.sequence, [*_WHERE].index(current.state))
+    return sequence, done, *device
 
 
 def _moment(rank: RankReport) -> list[float]:

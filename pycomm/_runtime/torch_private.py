@@ -18,11 +18,7 @@ from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._dynamo import eval_frame
 from torch.autograd import Variable, profiler
 from torch.distributed import distributed_c10d
-from torch.utils import _pytree, checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import (
-    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
-)
+from torch.utils import _python_dispatch, _pytree, checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,12 +27,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
-# Environment variables that torch reads when it makes something.
-
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for a scope."""
+    """Sets environment variables, which torch reads when it makes something, for a scope."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -56,6 +50,8 @@ _ALWAYS = timedelta(days=365)
 _HARMLESS_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 pytree = _pytree
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 # The number of the backward on this thread; -1 outside of one.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 # The node that autograd executes on this thread, or None.
