@@ -405,7 +405,7 @@ def test_bytes_that_are_no_frame(words):
 
 
 def damage_a_large_message(group: pycomm.Group) -> object:
-    """Rank 0 has the announcement, and finds the damage when it accepts the message."""
+    """Rank 0 has the announcement, and finds the damage when it accepts the message, or before."""
     x, large = torch.zeros(10), torch.zeros(100_000)
     pycomm.barrier(group=group)
     if group.rank == 1:
@@ -415,12 +415,15 @@ def damage_a_large_message(group: pycomm.Group) -> object:
         connection = opened_since(before)
         pycomm.barrier(group=group)
         os.write(connection, b"\xff" * 64)
-        pycomm.barrier(group=group)
-        return failure(request.wait)
+        return failure(lambda: (pycomm.barrier(group=group), request.wait()))
     pycomm.recv(x, 1, group=group)
     pycomm.barrier(group=group)
-    pycomm.barrier(group=group)
-    return failure(lambda: pycomm.recv(large, 1, tag=5, group=group))
+
+    def accept() -> None:
+        pycomm.barrier(group=group)  # in which it may look at the connection
+        pycomm.recv(large, 1, tag=5, group=group)
+
+    return failure(accept)
 
 
 def test_bytes_that_are_no_frame_after_an_announcement():
