@@ -135,7 +135,7 @@ def get_device_properties(of: Any = None) -> Any:
 
 
 def memory_stats(_: Any = None) -> dict[str, int]:
-    """Of all devices together, without memory of graphs."""
+    """The bytes that all devices together have allocated; memory of graphs does not count."""
     held, peak = device.memory()
     return {
         "allocated_bytes.all.current": held,

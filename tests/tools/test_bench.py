@@ -254,7 +254,7 @@ def test_nonsense_is_refused(argv, capsys):
 
 
 def test_percentiles():
-    """Of samples from 1 to 100 us, in two rounds."""
+    """The samples take 1 to 100 us, in two rounds."""
     rounds = [list(range(1, 51)), list(range(100, 50, -1))]
     figures = measure.summarise(rounds, unit=0.5)
     assert (figures.p50_us, figures.p95_us, figures.p99_us, figures.max_us) == (100, 190, 198, 200)

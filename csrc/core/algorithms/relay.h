@@ -143,7 +143,8 @@ class TreeSteps {
   constexpr std::int64_t piece() const { return piece_; }
   constexpr std::int64_t pieces() const { return 2 * pieces_; }
 
-  // Of four steps, two go up, one in each tree, and two go down. The deepest nodes begin.
+  // The steps come in fours: up in the first tree, up in the second, down in the first, down in the
+  // second. A piece goes up through the deepest nodes first, and down through the root first.
   constexpr RelayStep operator[](std::int64_t i) const {
     RelayStep step;
     if (i < 0 || i >= count()) return step;
