@@ -289,3 +289,23 @@ def test_an_operation_is_one_call_in_c() -> None:
     for called in gpu_ranks.run(2, gpu_ranks.PEER, calls_of_each, cuda_heap_bytes=1 << 20):
         assert called.pop("async") == ["__init__", "__del__"]  # of the Work
         assert not any(called.values()), called
+
+
+def freed_at_once(group: pycomm.Group) -> list[float]:
+    """The operation runs on another stream than the one that has allocated its tensors."""
+    side, kept = torch.cuda.Stream(), torch.ones(COUNTS[3], device="cuda")
+    for _ in range(2):
+        x, y = torch.ones_like(kept), torch.empty_like(kept)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            pycomm.all_reduce(x, out=y, group=group)
+            kept.copy_(y)
+            del y
+        del x
+    torch.cuda.current_stream().wait_stream(side)
+    return kept.unique().tolist()
+
+
+def test_memory_that_is_freed_at_once() -> None:
+    """The emulated device notices if memory could be used again too early."""
+    assert gpu_ranks.run(2, gpu_ranks.PEER, freed_at_once) == [[2], [2]]
