@@ -6,10 +6,6 @@
 
 #include "cpu/executor/store_policy.h"
 
-#if defined(__x86_64__)
-#include <x86intrin.h>
-#endif
-
 namespace pycomm::cpu {
 
 // False if the counter's speed changes; then the steady clock takes its place, in nanoseconds.
@@ -17,7 +13,7 @@ extern const bool counter_is_steady;
 
 inline std::int64_t ticks() {
 #if defined(__x86_64__)
-  if (counter_is_steady) return static_cast<std::int64_t>(__rdtsc());
+  if (counter_is_steady) return static_cast<std::int64_t>(__builtin_ia32_rdtsc());
 #elif defined(__aarch64__)
   std::int64_t count = 0;
   asm volatile("mrs %0, cntvct_el0" : "=r"(count));
