@@ -340,7 +340,7 @@ class DataParallel(ModuleProxy):
             ValueError: this is called inside :meth:`join`; with `shard` and without replicas, a
                 lost rank's part of the states is lost; or a Sharding has a group of its own.
             RuntimeError: the ranks' parameters differ, because only some of them took a step; or
-                states have no replicas yet; or between nodes, both copies of a rank's states are
+                states have no replicas yet; or between nodes, all copies of a rank's states are
                 lost; on all ranks.
             MemoryError: a rank lacks memory for shards or replicas; on all ranks.
             pycomm.CollectiveError: a newcomer's module differs, and its wrapper raises ValueError:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm._runtime import host
-from pycomm.collectives import broadcast
 
 if TYPE_CHECKING:
     from pycomm._training.parameters import Entry, Parameters
@@ -38,9 +37,8 @@ class Residuals:
             self._begin[entry.name] = count
             count += -(-entry.numel // _LINE) * _LINE
         self._flat = {kind: host.zeros(count, dtype=torch.float32) for kind in kinds}
-        self._before = {
-            kind: host.zeros(count if restorable else 0, dtype=torch.float32) for kind in kinds
-        }
+        kept = count if restorable else 0
+        self._before = {kind: host.zeros(kept, dtype=torch.float32) for kind in kinds}
         self._scale: torch.Tensor | None = None  # in the step that may have to be undone
 
     def __bool__(self) -> bool:
@@ -177,16 +175,18 @@ class Residuals:
 
     def gather(self, group: Group) -> list[dict[str, dict[str, torch.Tensor]]]:
         """Every rank's :meth:`dump` on rank 0, and an empty list elsewhere. A collective call."""
-        everyone: list[dict[str, dict[str, torch.Tensor]]] = []
-        for rank in range(group.size):
-            dumped = {}
-            for kind, flat in self._flat.items():
-                theirs = flat.clone() if rank == group.rank else torch.empty_like(flat)
-                broadcast(theirs, rank, group=group)
-                if group.rank == 0:
-                    dumped[kind] = self._split(theirs)
-            everyone.append(dumped)
-        return everyone if group.rank == 0 else []
+        from pycomm.p2p import OWN_TAG, recv, send
+
+        if group.rank != 0:
+            for flat in self._flat.values():
+                send(flat, 0, tag=OWN_TAG, group=group)
+            return []
+        everyone, theirs = [self.dump()], self.copy()
+        for rank in range(1, group.size):
+            for flat in theirs.values():
+                recv(flat, rank, tag=OWN_TAG, group=group)
+            everyone.append({kind: self._split(flat) for kind, flat in theirs.items()})
+        return everyone
 
     def load(self, dumps: Sequence[dict[str, Any]]) -> None:
         """Loads the mean of dumps, added in their order. A single dump is loaded bit for bit."""

@@ -192,18 +192,14 @@ class Part(NamedTuple):
                 mine = own[given : given + end - begin]
                 given += len(mine)
                 elements = elements.copy_(mine) if receives else mine
-            data = elements.view(torch.uint8)
             if to is None:
-                broadcast(data, rank, group=group)
+                broadcast(elements.view(torch.uint8), rank, group=group)
             elif to == rank:
                 continue  # it has copied them
             elif receives:
-                received = torch.empty_like(data, device="cpu") if data.is_cuda else data
-                recv(received, rank, tag=OWN_TAG, group=group)
-                if data.is_cuda:
-                    data.copy_(received)
+                recv(elements, rank, tag=OWN_TAG, group=group)
             elif rank == group.rank:
-                send(data.cpu(), to, tag=OWN_TAG, group=group)
+                send(elements, to, tag=OWN_TAG, group=group)
         return whole
 
 

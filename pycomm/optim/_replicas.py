@@ -1,4 +1,4 @@
-"""Two copies of sharded states; pycomm/_training/replicas.py keeps them."""
+"""Copies of sharded states; pycomm/_training/replicas.py keeps them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pycomm._training.replicas import InternodeReplicas, NodeReplicas, Replicas, StateKind
+from pycomm._training.replicas import Kinds, Replicas, StateKind
 from pycomm._training.shards import OwnedRange, Part
 from pycomm.optim import _storage
 from pycomm.optim._storage import BLOCK, State
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ReplicatedStates:
-    """The states of an optimizer's sharded parameters, in two copies.
+    """The states of an optimizer's sharded parameters, with copies that outlive their rank.
 
     All ranks make it together. The optimizer and its states do not change.
 
@@ -40,14 +40,12 @@ class ReplicatedStates:
         self._shards = next(iter(parts.values())).shards
         self._group = self._shards.group
         places = [(param, name, states[param][name]) for param in parts for name in states[param]]
-        make = NodeReplicas if len(self._group.nodes) == 1 else InternodeReplicas
-        self._replicas: Replicas = make(
-            self._group,
-            [tensor for _, _, tensor in places],
+        kinds = Kinds(
             [self._kind(param, name, tensor.dtype) for param, name, tensor in places],
             [self._kind(param, "", param.dtype) for param in parts],
-            repr([(tuple(param.shape), name) for param, name, _ in places]),
         )
+        label = repr([(tuple(param.shape), name) for param, name, _ in places])
+        self._replicas = Replicas(self._group, [tensor for _, _, tensor in places], kinds, label)
         self.states: dict[torch.Tensor, State] = {param: {} for param in parts}
         self._numbers: dict[torch.Tensor, dict[str, int]] = {param: {} for param in parts}
         for number, (param, name, tensor) in enumerate(places):
@@ -55,7 +53,7 @@ class ReplicatedStates:
             self._numbers[param][name] = number
         self._copied = {
             rank: [flat(param.detach())[self._range(param, "", rank)] for param in parts]
-            for rank in self._replicas.copied
+            for rank in self._replicas.copied_by(self._group.rank)
         }
 
     def holds(self, param: torch.Tensor, part: Part, state: Mapping[str, Any]) -> bool:
@@ -82,21 +80,20 @@ class ReplicatedStates:
     @property
     def in_step(self) -> bool:
         """True if this rank has begun a step that does not count."""
-        return self._group.rank in self._replicas.ranks_in_step
+        return self._replicas.in_step
 
     def undo(self) -> None:
         """Restores the parameters that a step that does not count may have changed.
 
-        Between nodes, this rank restores only parts that it has copies of; :meth:`to_restore` has
-        the others. Torch does not count this write, so versions match the values again.
+        This rank restores the parts that it reaches copies of; :meth:`to_restore` has the others.
+        Torch does not count this write, so versions match the values again.
         """
-        for rank in self._replicas.ranks_in_step:
-            before = self._replicas.parameters_of(rank)
+        for rank, before in self._replicas.parameters_before():
             for param, values in zip(self._parts, before, strict=True):
                 flat(param.data)[self._range(param, "", rank)] = values
 
     def to_restore(self, owners: Mapping[int, int]) -> list[tuple[torch.Tensor, list[OwnedRange]]]:
-        """Parameters that ranks must send each other after :meth:`undo`; none on one node.
+        """Parameters that ranks must send each other after :meth:`undo`.
 
         Args:
             owners: the ranks of another group that have parts, by their numbers in this group.
@@ -109,7 +106,7 @@ class ReplicatedStates:
         return [(flat(param.data), self._given(param, owners)) for param in self._parts]
 
     def lost(self, owners: Collection[int]) -> set[int]:
-        """The ranks whose states are lost with both copies, by their ranks in the first group.
+        """The ranks whose states are lost with all copies, by their ranks in the first group.
 
         Args:
             owners: the remaining ranks.

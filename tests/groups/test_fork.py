@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import pycomm
 from pycomm import _C
 from pycomm._runtime import lifetime
-from pycomm._training.replicas import StateKind, _Area
+from pycomm._training.replicas import Kinds, StateKind, _Area
 
 
 def test_waits_are_refused(world):
@@ -289,11 +289,12 @@ def test_pages_are_private_to_children_until_they_are_taken_back(begin, end):
 
 def test_replicas_are_private_to_children_as_long_as_their_tensors_live():
     """Also if the replicas that they belonged to are gone; then the memory is, too."""
-    file = _C.create_file(1 << 16, "replicas")
-    area = _Area(file, 0, [StateKind(torch.float32, (1000,))], [])
+    kinds = Kinds([StateKind(torch.float32, (1000,))], [])
+    file = _C.create_file(kinds.nbytes([0]), "replicas")
+    area = _Area(file, [0], kinds)
     area.make_private_in_children(file)
     os.close(file)
-    kept, gone = [area.tensors[0].fill_(1)], weakref.ref(area._map)
+    kept, gone = [area.own.versions[0][0].fill_(1)], weakref.ref(area._map)
     del area
     gc.collect()
     in_child(lambda: kept[0].fill_(2))

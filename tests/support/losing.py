@@ -16,7 +16,7 @@ from surviving import STEPS, Training, common_end, expect
 
 import pycomm
 from pycomm._training import replicas, shard_exchange
-from pycomm._training.replicas import InternodeReplicas
+from pycomm._training.replicas import Replicas
 from pycomm._training.survival import ShardSurvival
 from pycomm.optim._shard_executors import OnSpanningShards
 
@@ -58,7 +58,7 @@ def die_at(moment: str | float, training: Training) -> None:
     if moment == "backward":
         training.model.module.parts[2].register_hook(kill)
     elif moment == "copying":
-        InternodeReplicas.begin_step = kill
+        Replicas.begin_step = kill
     elif moment == "publishing":  # others may have some of its new parameters
         before_second_call(shard_exchange, "launch")
     elif moment == "updated":
@@ -66,9 +66,9 @@ def die_at(moment: str | float, training: Training) -> None:
     elif moment in ("replicating", "sending"):  # in the first step, in another one
         after(replicas, "isend")
     elif moment == "sent":
-        after(InternodeReplicas, "_send")
+        after(Replicas, "_send")
     elif moment == "decided":
-        after(InternodeReplicas, "end_step")
+        after(Replicas, "end_step")
     elif isinstance(moment, float):
         timer, step = threading.Timer(moment, kill), training.optimizer.step
         training.optimizer.step = lambda: (step(), timer.join())
@@ -79,7 +79,7 @@ def die_in_regroup(moment: str | float) -> None:
     if moment == "restoring":
         ShardSurvival._restore = kill
     elif moment == "moving":  # its new states are whole, and others wait for it
-        after(InternodeReplicas, "_send")
+        after(Replicas, "_send")
         replicas._open_file = kill
 
 

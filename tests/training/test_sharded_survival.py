@@ -28,8 +28,9 @@ def kill(*_):
 
 
 def copy_half(area, *_):
-    half = len(area._before) // 2
-    area._before[:half] = area._now[:half]
+    present, before = area.own.bytes
+    half = len(before) // 2
+    before[:half] = present[:half]
     kill()
 
 

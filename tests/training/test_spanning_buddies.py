@@ -150,12 +150,12 @@ def count_memory(group):
     training.train(group.rank, range(2))
     report = pycomm.memory_report(training.model, training.optimizer)
     parameters = sum(p.numel() * 4 for p in training.model.parameters())
-    # States and parameters of two ranks in two versions, and room for what all ranks send at once.
+    # States of two ranks in two versions, and parameters of both.
     copies = (4 * 2 * parameters + 2 * parameters) / group.size
     return report.bytes["states"] / copies
 
 
 def test_memory_of_the_copies_is_counted():
-    for share in spanning.run([1, 1, 1, 1], count_memory, timeout=30):
-        rooms = 2 * (8 << 20) / (10 * 4 * 899_700 / 4)
-        assert 1 < share < 1 + rooms + 0.1
+    shares = spanning.run([1, 1, 1, 1], count_memory, timeout=30)
+    assert max(shares) < 1.02
+    assert 1 <= sum(shares) / len(shares) < 1.001  # the last rank's part is smaller

@@ -13,7 +13,7 @@ from wrapping import data_parallel
 
 import pycomm
 from pycomm import optim
-from pycomm._training.replicas import InternodeReplicas
+from pycomm._training.replicas import Replicas
 
 
 def long(*values):
@@ -58,6 +58,20 @@ def test_a_node_is_killed(nodes, moment, options):
     names = spanning.names(nodes)
     deaths = {rank: (3, moment) for rank, node in enumerate(names) if node == names[-1]}
     assert check(nodes, deaths, **options) == [4 if moment == "decided" else 3]
+
+
+@pytest.mark.parametrize(
+    ("moment", "options"),
+    [
+        long("copying", {"states": "8bit"}),
+        ("publishing", {"bucket_cap_mb": 0.01, "shard": "gradients", **REMAINDER}),
+        ("decided", MASTER),
+    ],
+)
+def test_a_rank_and_its_buddy_are_killed(moment, options):
+    """The other ranks of their nodes still reach their copies."""
+    deaths = dict.fromkeys((1, 3), (2, moment))
+    assert check([2, 2], deaths, **options) == [3 if moment == "decided" else 2]
 
 
 def test_ranks_are_killed_one_after_the_other():
@@ -107,7 +121,7 @@ def train_with_two_optimizers(group, dies):
             fails.step()
     if dies:
         if group.rank == 1:
-            after(InternodeReplicas, "_send")
+            after(Replicas, "_send")
         with pytest.raises(pycomm.CollectiveError):
             fails.step()
         model.regroup(group.shrink())
