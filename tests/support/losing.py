@@ -30,12 +30,14 @@ def kill(*_: Any) -> None:
 
 
 def after(owner: Any, name: str) -> None:
-    """Dies after the next call of a function."""
+    """Dies after the next call of a function, also if it raises because others have died."""
     function = getattr(owner, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        function(*args, **kwargs)
-        kill()
+        try:
+            function(*args, **kwargs)
+        finally:
+            kill()
 
     setattr(owner, name, run)
 

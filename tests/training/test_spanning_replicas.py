@@ -64,7 +64,8 @@ def test_a_node_is_killed(nodes, moment, options):
     ("moment", "options"),
     [
         long("copying", {"states": "8bit"}),
-        ("publishing", {"bucket_cap_mb": 0.01, "shard": "gradients", **REMAINDER}),
+        long("publishing", {"bucket_cap_mb": 0.01, "shard": "gradients", **REMAINDER}),
+        ("sent", {"shard": "gradients", **REMAINDER}),
         ("decided", MASTER),
     ],
 )
