@@ -57,6 +57,16 @@ def test_threads_on_one_device_are_refused() -> None:
         world.run(body)
 
 
+def check_gathering_to_one(optimizer: Any) -> None:
+    """One rank gets the states that all get, also through messages."""
+    whole, one = optimizer.state_dict()["state"], optimizer.state_dict(to=1)["state"]
+    assert one.keys() == (whole.keys() if dist.get_rank() == 1 else set())
+    for number, state in one.items():
+        for name, tensor in state.items():
+            assert tensor.device == whole[number][name].device
+            assert torch.equal(raw(tensor), raw(whole[number][name])), name
+
+
 def train(shard: str | None, steps: int = 4) -> list[torch.Tensor]:
     """Parameters after steps of a small model, with a skipped one and accumulation."""
     torch.manual_seed(0)
@@ -72,6 +82,8 @@ def train(shard: str | None, steps: int = 4) -> list[torch.Tensor]:
             model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    if shard is not None:
+        check_gathering_to_one(optimizer)
     return [parameter.detach().cpu() for parameter in net.parameters()]
 
 

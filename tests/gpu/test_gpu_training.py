@@ -29,7 +29,7 @@ OVERFLOW = 2  # the step in which a gradient of one rank is infinite
 
 
 def train(group: pycomm.Group, device: str, front: str, name: str) -> list[torch.Tensor]:
-    """Gradients, weights and the scale after each step."""
+    """Gradients, weights and the scale after each step, and residuals after the last."""
     module = ddp.Given().to(device)
     compression = ddp.COMPRESSIONS[name]
     if front == "hooks":
@@ -55,6 +55,9 @@ def train(group: pycomm.Group, device: str, front: str, name: str) -> list[torch
         scaler.update()
         seen += [parameter.detach().cpu().clone() for parameter in module.parameters()]
         seen.append(torch.tensor(scaler.get_scale()))
+    if front == "wrapper":  # rank 0 has the residuals of all ranks
+        for dump in model.comm_state.state_dict(gathered=True).get("gathered", ()):
+            seen += [part.cpu() for parts in dump.values() for part in parts.values()]
     return seen
 
 
