@@ -23,7 +23,7 @@ from pycomm._inputs import local
 from pycomm._runtime import host
 from pycomm._runtime.torch_private import local_tensor
 from pycomm.optim import _options, _storage
-from pycomm.optim._executors import Control, OnCpu, OnCuda, Row, Step, executor, is_capturing
+from pycomm.optim._executors import Control, OnCpu, Row, Step, is_capturing
 from pycomm.optim._storage import CODE, MASTER, REMAINDER, ROOT, SCALE, State
 
 # The random bits of a parameter's shard i begin at i times this offset.
@@ -294,7 +294,7 @@ class MeshNorms:
     """The norm of gradients that are divided among ranks."""
 
     def __init__(self) -> None:
-        self._last: dict[Division | None, OnCpu | OnCuda] = {}
+        self._last: dict[Division | None, object] = {}  # executors
 
     def measure(self, device: torch.device, divided: Divided, step: Step) -> torch.Tensor:
         """Returns the norm of all gradients together, and fills in the step's numbers.
@@ -312,8 +312,11 @@ class MeshNorms:
     ) -> torch.Tensor:
         if not words:
             return torch.zeros((), dtype=torch.float64, device=device)
-        last = self._last.get(division)
-        steps = executor(device, [({}, words)], last if isinstance(last, OnCuda) else None)
+        if device.type == "cpu":
+            return OnCpu([({}, words)]).squares()
+        from pycomm.optim._cuda_executors import executor
+
+        steps = executor(device, [({}, words)], self._last.get(division))
         if not is_capturing(device):
             self._last[division] = steps
         return steps.squares()

@@ -1,4 +1,4 @@
-"""Executors of optimizer steps: on this process's threads, or on a CUDA device."""
+"""What an optimizer step runs on: rows of tables, and the step on this process's threads."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def one_division(optimizer: str, rows: Iterable[Row], has_dtensors: bool) -> Sha
     return shards
 
 
-# Executors of optimizer steps: on this process's threads, or on a CUDA device.
+# Steps on this process's threads. _cuda_executors.py has steps on a CUDA device.
 
 # A group and its segments, as integers.
 Table = tuple[Group, "array[int]"]
@@ -204,7 +204,7 @@ class OnCpu:
 
     def squares(self) -> torch.Tensor:
         """The sum of the squares of all gradients, as they are."""
-        norm = _C.optimizer_grad_norm(_joined(self._tables), 0, 0, 0, 0.0)
+        norm = _C.optimizer_grad_norm(joined(self._tables), 0, 0, 0, 0.0)
         return host.tensor(norm * norm, dtype=torch.float64)
 
     def run(self, step: Step) -> torch.Tensor | None:
@@ -215,111 +215,11 @@ class OnCpu:
         """
         norm = None
         if step.measures:
-            value = _C.optimizer_grad_norm(_joined(self._tables), *step.control, step.bound)
+            value = _C.optimizer_grad_norm(joined(self._tables), *step.control, step.bound)
             norm = host.tensor(value, dtype=torch.float64)
         for one, (_, words) in zip(step.settings, self._tables, strict=True):
             _C.optimizer_step(one, words, *step.control)
         return norm
-
-
-class OnCuda:
-    """Steps on a device, on one stream, without ever waiting for it.
-
-    A table in device memory holds the segments of all groups. Before each step, only the entries
-    that have changed since the last step are written.
-    """
-
-    def __init__(self, device: torch.device, stream: int) -> None:
-        self.stream = stream
-        self._device = device
-        self._table = _C.DeviceTable()
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self._tables: list[Table] = []
-
-    def hold(self, tables: list[Table]) -> None:
-        """Prepares for a step of these tables."""
-        self._tables = tables
-        if not tables:
-            return
-        size = self._table.set(_joined(tables))
-        if self._memory.numel() < size:
-            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._table.upload(self._memory.data_ptr(), self._device.index, self.stream)
-
-    def scalar(self) -> torch.Tensor:
-        """Memory for a number that run() fills in."""
-        return torch.empty((), dtype=torch.float32, device=self._device)
-
-    def rate(self, lr: float | torch.Tensor) -> float:
-        """A learning rate for the settings; one on the device is read there."""
-        return rate_for(lr, self._device)
-
-    def squares(self) -> torch.Tensor:
-        """The sum of the squares of all gradients, as they are."""
-        norm = torch.empty((), dtype=torch.float64, device=self._device)
-        self._table.grad_norm(0, 0, 0, 0.0, False, norm.data_ptr())
-        return norm.square()
-
-    def run(self, step: Step) -> torch.Tensor | None:
-        """See :meth:`OnCpu.run`."""
-        norm = None
-        if step.measures:
-            norm = torch.empty((), dtype=torch.float64, device=self._device)
-            self._table.grad_norm(*step.control, step.bound, step.sets_found, norm.data_ptr())
-        first = 0
-        for one, (group, words) in zip(step.settings, self._tables, strict=True):
-            self._step(one, group["lr"], first, len(words) // _C.segment_words, step.control)
-            first += len(words) // _C.segment_words
-        return norm
-
-    def _step(
-        self,
-        settings: _C.OptimizerSettings,
-        lr: float | torch.Tensor | None,
-        first: int,
-        count: int,
-        control: Control,
-    ) -> None:
-        """Steps some of the segments."""
-        rate = rate_on_device(lr)
-        self._table.step(
-            settings,
-            first,
-            count,
-            *control,
-            0 if rate is None else rate.data_ptr(),
-            rate is not None and rate.dtype == torch.float64,
-        )
-
-
-def rate_for(lr: float | torch.Tensor, device: torch.device) -> float:
-    """A learning rate for the settings of a step on a device; 0 if it lies there."""
-    if not isinstance(lr, torch.Tensor):
-        return float(lr)
-    if not lr.is_cuda:
-        return float(lr.item())
-    if lr.device != device:
-        raise ValueError(f"lr must lie on {device} or the CPU, got {lr.device}")
-    return 0.0
-
-
-def rate_on_device(lr: float | torch.Tensor | None) -> torch.Tensor | None:
-    """A learning rate on the device as a float or double; None if it is on the host."""
-    if not (isinstance(lr, torch.Tensor) and lr.is_cuda):
-        return None
-    return lr if lr.dtype in (torch.float32, torch.float64) else lr.double()
-
-
-def executor(device: torch.device, tables: list[Table], last: OnCuda | None) -> OnCpu | OnCuda:
-    """The executor for these tables; it reuses `last`, from the last step, if possible."""
-    if device.type == "cpu":
-        return OnCpu(tables)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    if last is None or last.stream != stream or is_capturing(device):
-        # A captured graph writes its own table in each replay, which no later step can change.
-        last = OnCuda(device, stream)
-    last.hold(tables)
-    return last
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -330,7 +230,8 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _joined(tables: list[Table]) -> array[int]:
+def joined(tables: list[Table]) -> array[int]:
+    """The segments of all tables."""
     words = array("q")
     for _, part in tables:
         words += part

@@ -17,10 +17,11 @@ from pycomm._training.optimizers import register
 from pycomm._training.parameters import part_of
 from pycomm.optim import _executors, _options, _storage
 from pycomm.optim._divided import DividedOptimizer
-from pycomm.optim._executors import OnCpu, OnCuda, Row, Table, one_division
+from pycomm.optim._executors import OnCpu, Row, Table, one_division
 from pycomm.optim._options import Group, Options
 
 if TYPE_CHECKING:
+    from pycomm.optim._cuda_executors import OnCuda
     from pycomm.optim._dtensor import MeshNorms
     from pycomm.optim._shard_executors import OnCpuShards, OnCudaShards
 
@@ -109,6 +110,10 @@ class FusedOptimizer(DividedOptimizer):
     def _step(self) -> None:
         self._check_shared()
         self._complete_exchanges()
+        if self.offload is not None:
+            from pycomm.optim import _offload
+
+            _offload.prepare(self)
         tables, rows, grads = self._tables()
         if not rows and not self._has_dtensors:
             self._compare_with_others()
@@ -124,9 +129,15 @@ class FusedOptimizer(DividedOptimizer):
             from pycomm.optim._shard_executors import shard_executor
 
             steps = shard_executor(device, tables, shards, self._on_cuda)
+        elif device.type == "cuda" and self._offloaded is not None:
+            numbers = [self.state[row.param]["step"] for row in rows]
+            steps = self._offloaded.executor(tables, numbers, self._on_cuda)
+        elif device.type == "cpu":
+            steps = OnCpu(tables)
         else:
-            last = self._on_cuda if isinstance(self._on_cuda, OnCuda) else None
-            steps = _executors.executor(device, tables, last)
+            from pycomm.optim._cuda_executors import executor
+
+            steps = executor(device, tables, self._on_cuda)
         if not isinstance(steps, OnCpu) and not _executors.is_capturing(device):
             self._on_cuda = steps
         # Everything that can raise comes before the first group changes.
@@ -277,11 +288,13 @@ class FusedOptimizer(DividedOptimizer):
             self._follow(param, group, names)
         elif _storage.holds_weights(state):
             self._edits.take(self._own(param), state)
+        self._to_host(param)
         place = self._place(param)
         try:
             row = Row(param, grad, self._own_state(param), *rest, place)
         except _storage.ChangedError:
             self._follow(param, group, names)
+            self._to_host(param)
             row = Row(param, grad, self._own_state(param), *rest, place)
         self._rows[id(param)] = row
         return row, grad

@@ -18,7 +18,8 @@ from pycomm._training.shard_exchange import ParamAllGather
 from pycomm._training.shards import Shards
 from pycomm._work import launch
 from pycomm.errors import PycommError
-from pycomm.optim._executors import OnCpu, Step, Table, is_capturing, rate_for, rate_on_device
+from pycomm.optim._cuda_executors import rate_for, rate_on_device
+from pycomm.optim._executors import OnCpu, Step, Table, is_capturing
 
 
 class OnCpuShards(OnCpu):

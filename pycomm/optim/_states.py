@@ -20,6 +20,7 @@ from pycomm.optim.flat import Buffers
 
 if TYPE_CHECKING:
     from pycomm._training.shards import Part, Shards
+    from pycomm.optim._offload import OffloadedStates
     from pycomm.optim._replicas import ReplicatedStates
 
 # Writes to parameters between steps, for parameters with weights of higher precision.
@@ -119,10 +120,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     Attributes:
         max_norm: bound of the norm of all gradients together, or None.
+        offload: ``"pinned"`` if the states of CUDA parameters lie in pinned host memory, or None.
         in_step: True if it has replicas of its states, and its last step has failed.
     """
 
     in_step = False
+    offload: str | None = None
+    _offloaded: OffloadedStates | None = None  # once a CUDA parameter has states on the host
     _has_dtensors = False
     # True if a step depends on norms of whole parameters (not only on the norm of all gradients).
     _needs_whole_norms: ClassVar[bool] = False
@@ -130,6 +134,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: Group, options: Options) -> None:
         own, self.max_norm = _options.with_defaults(type(self).__name__, options)
+        self.offload = options.get("offload")
+        if self.offload is not None:
+            from pycomm.optim import _offload
+
+            _offload.check(self)
         self._buffers = Buffers()
         self._edits = ExternalWrites()
         self._rows: dict[int, Row] = {}  # by the parameter's id
@@ -163,6 +172,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """
         for division in self._divisions():
             division.exchange_group._keep_promise()
+
+    def _await_states(self) -> None:
+        """Waits until states on the host are those of the last step."""
+        if self._offloaded is not None:
+            self._offloaded.wait()
 
     def add_param_group(self, param_group: Group) -> None:
         """See :meth:`torch.optim.Optimizer.add_param_group`."""
@@ -212,6 +226,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             parameter itself, detached. For a DTensor, the result is a DTensor.
         """
         self._complete_exchanges()
+        self._await_states()
         state, part = self._own_state(param), self._held.get(param)
         if not _storage.holds_weights(state):
             return param.detach()
@@ -232,6 +247,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             param: a parameter of this optimizer.
             weights: fp32, of the parameter's shape; for a DTensor also a DTensor on its mesh.
         """
+        self._await_states()
         part = self._held.get(param)
         if is_dtensor(param):
             from pycomm.optim import _dtensor
@@ -299,6 +315,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _state_dict(self) -> dict[str, Any]:
         """Torch's state_dict, with sharded states in parts."""
+        self._await_states()
         for group in self.param_groups:
             for param in group["params"]:
                 self._take_assigned(param, group)
@@ -365,8 +382,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} with sharded states cannot be copied or pickled: save "
                 "state_dict(), which gathers them"
             )
+        self._await_states()
         self._take_edits()
-        return {**super().__getstate__(), "max_norm": self.max_norm}
+        return {**super().__getstate__(), "max_norm": self.max_norm, "offload": self.offload}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the state; :meth:`load_state_dict` calls this, too."""
@@ -403,6 +421,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         for adopted in loaded:
             self._put_state(adopted.param, adopted.settle(self._buffers))
             self._hold(adopted.param)
+            self._to_host(adopted.param)
         self.state.update(sealed)  # states that belong to no parameter
 
     @torch.no_grad()
@@ -495,6 +514,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._hold(param)
         self._new.append(param)
         own = local(self._own(param))
+        offloaded = self._offloaded_for(param)
+        if offloaded is None:
+            state = self._zero_state(param, own, group)
+        else:
+            state = offloaded.zero_state(own, self._zero_state(param, _storage.on_meta(own), group))
+        self._put_state(param, state)
+
+    def _zero_state(self, param: torch.Tensor, own: torch.Tensor, group: Group) -> State:
+        """The state of elements of a parameter before their first step."""
         state: State = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
         dtype = _storage.wanted_dtype(param, group["states"])
         buffers = _storage.buffers_for(param, group["states"], self._buffers)
@@ -503,4 +531,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
         master = _storage.master_beside(param, group["master_weights"])
         if master is not None:
             state.update(_storage.make_master(own, master, self._buffers))
-        self._put_state(param, state)
+        return state
+
+    def _offloaded_for(self, param: torch.Tensor) -> OffloadedStates | None:
+        """The states on the host; None if the parameter's states lie beside it."""
+        if self.offload is None or not param.is_cuda:
+            return None
+        if self._offloaded is None:
+            from pycomm.optim._offload import OffloadedStates
+
+            self._offloaded = OffloadedStates(param.device)
+        return self._offloaded
+
+    def _to_host(self, param: torch.Tensor) -> None:
+        """Offloads states that have come from elsewhere, such as a checkpoint."""
+        if param in self.state and (offloaded := self._offloaded_for(param)) is not None:
+            offloaded.take_in(self.state[param])

@@ -30,10 +30,17 @@ FORMS = ("", ROOT, CODE)  # a state is stored under one of these names
 
 # enum class Storage of csrc/core/optim/optimizer.h.
 _KINDS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 5}
+CODE8 = 5
+STORAGE_BYTES = (0, 4, 2, 2, 2, 1)  # of an element
 _MASTER_KINDS = {
     "fp32": (MASTER, 1 << 16, torch.float32, (torch.float16, torch.bfloat16)),
     "remainder": (REMAINDER, 4 << 16, torch.int16, (torch.bfloat16,)),
 }
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one, without memory."""
+    return torch.empty_like(tensor, device="meta")
 
 
 def scale_name(name: str) -> str:

@@ -173,6 +173,26 @@ class CUDAGraph:
         self.reset()
 
 
+class Runtime:
+    """Stands for torch.cuda.cudart()."""
+
+    pinned: ClassVar[dict[int, int]] = {}  # bytes, by address
+    most_pinned: ClassVar[int] = 1 << 40
+
+    @classmethod
+    def cudaHostRegister(cls, address: int, size: int, flags: int) -> int:  # noqa: ARG003, N802
+        if sum(cls.pinned.values()) + size > cls.most_pinned:
+            return 2  # cudaErrorMemoryAllocation
+        if address in cls.pinned:
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        cls.pinned[address] = size
+        return 0
+
+    @classmethod
+    def cudaHostUnregister(cls, address: int) -> int:  # noqa: N802
+        return 713 if cls.pinned.pop(address, None) is None else 0
+
+
 REPLACED = {
     "CUDAGraph": CUDAGraph,
     "Stream": Stream,
@@ -184,6 +204,7 @@ REPLACED = {
     "can_device_access_peer": lambda *_: True,
     "current_device": current_device,
     "current_stream": current_stream,
+    "cudart": Runtime,
     "empty_cache": lambda: None,
     "device_count": lambda: len(_visible()),
     "get_device_properties": get_device_properties,
@@ -259,7 +280,7 @@ import pycomm  # noqa: E402
 pycomm._C = sys.modules["pycomm._C"]
 
 from pycomm._runtime.cuda import Codecs, CudaSide  # noqa: E402
-from pycomm.optim._executors import OnCuda  # noqa: E402
+from pycomm.optim._cuda_executors import OnCuda  # noqa: E402
 from pycomm.optim._shard_executors import OnCudaShards  # noqa: E402
 
 Given = tuple[Any, ...]
@@ -296,8 +317,14 @@ def of_step(executor: OnCuda | OnCudaShards, _: Given) -> None:
         device.kernel_uses_addresses([], list(words))
 
 
+def of_table(executor: OnCuda, given: Given) -> None:
+    number, *_others = given
+    device.kernel_uses_addresses([], list(executor._tables[number][1]))
+
+
 announce(CudaSide, "run_bucket", of_bucket)
 announce(Codecs, "encode", of_encoding)
 announce(Codecs, "decode", of_decoding)
-announce(OnCuda, "run", of_step)
+announce(OnCuda, "measure", of_step)
+announce(OnCuda, "step_table", of_table)
 announce(OnCudaShards, "run", of_step)

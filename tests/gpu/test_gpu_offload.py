@@ -1,0 +1,315 @@
+"""States in pinned host memory: the bits of states beside their parameters, and their memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import gpu_ranks
+import pytest
+import torch
+from optimizing import Case, gradients, parameters, set_gradients
+from test_gpu_optim import BF16, F16, SHAPES, assert_same, moved, poison, raw
+from torch.utils._pytree import tree_map_only
+
+import pycomm
+import pycomm.optim as optim
+from pycomm.optim import _offload
+
+pytestmark = pytest.mark.gpu
+
+
+def cases() -> Iterator[Case]:
+    for name in ("adamw", "sgd", "lion"):
+        for states in ("fp32", "fp16", "bf16", "8bit"):
+            yield Case(name, states=states)
+            yield Case(name, dtype=F16, master="fp32", states=states)
+            yield Case(name, dtype=BF16, master="remainder", states=states)
+        yield Case(name, dtype=BF16, states="8bit", stochastic=True, seed=5)
+    yield Case("adam", {"amsgrad": True}, dtype=BF16, master="fp32", states="8bit")
+    yield Case("sgd", {"momentum": 0.0}, dtype=BF16, master="remainder")
+    yield Case("sgd", {"momentum": 0.0})  # no states at all
+
+
+@pytest.fixture(params=(32 << 10, 32 << 20), ids=("pieces", "one piece"))
+def slot_bytes(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(_offload, "SLOT_BYTES", request.param)
+    bytes_: int = request.param
+    return bytes_
+
+
+def pair(case: Case, **more: Any) -> tuple[Any, Any]:
+    """The optimizer with its states on the device, and with its states on the host."""
+    made = parameters(case.dtype, shapes=SHAPES)
+    beside, offloaded = (
+        case.make(moved(made), offload=offload, **more) for offload in (None, "pinned")
+    )
+    return beside, offloaded
+
+
+def params_of(optimizer: Any) -> list[torch.nn.Parameter]:
+    return optimizer.param_groups[0]["params"]
+
+
+def take_step(number: int, case: Case, *optimizers: Any) -> None:
+    for optimizer in optimizers:
+        params = params_of(optimizer)
+        on_cpu = [param.detach().cpu() for param in params]
+        set_gradients(params, [grad.cuda() for grad in gradients(on_cpu, number, case.grad_dtype)])
+        optimizer.step()
+
+
+def host_states(optimizer: Any) -> list[torch.Tensor]:
+    states = [
+        tensor
+        for state in optimizer.state.values()
+        for name, tensor in state.items()
+        if name != "step"
+    ]
+    assert all(tensor.is_cpu for tensor in states)
+    return states
+
+
+@pytest.mark.usefixtures("slot_bytes")
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_bits_are_those_of_states_on_the_device(case: Case) -> None:
+    beside, offloaded = pair(case, max_norm=1.0)
+    for step in range(4):
+        for optimizer in (beside, offloaded):
+            optimizer.grad_scale = torch.tensor(4.0, device="cuda")
+            optimizer.found_inf = None
+        if step == 2:
+            for optimizer in (beside, offloaded):
+                optimizer.found_inf = torch.ones((), device="cuda")
+        take_step(step, case, beside, offloaded)
+        assert raw(beside.grad_norm) == raw(offloaded.grad_norm)
+    torch.cuda.synchronize()
+    assert_same(beside, offloaded)
+    host_states(offloaded)
+
+
+def test_pieces_cut_large_parameters_and_join_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 30,000 elements with 8 bytes each, a slot of 32 KiB holds 3 or 4 times 1,024."""
+    monkeypatch.setattr(_offload, "SLOT_BYTES", 32 << 10)
+    _, offloaded = pair(Case("adamw"))
+    take_step(0, Case("adamw"), offloaded)
+    pieces = offloaded._on_cuda._pieces
+    rows = [len(piece.words) // _offload._WORDS for piece in pieces]
+    assert len(pieces) >= sum(tensor.nbytes for tensor in host_states(offloaded)) // (32 << 10)
+    assert max(piece.used for piece in pieces) <= 32 << 10
+    assert max(rows) > 1
+    assert any(piece.counted for piece in pieces)
+    monkeypatch.undo()
+    take_step(1, Case("adamw"), offloaded)
+    (piece,) = offloaded._on_cuda._pieces
+    assert len(piece.copies) == 1  # all states lie side by side
+
+
+def test_a_step_leaves_only_slots_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_offload, "SLOT_BYTES", 32 << 10)
+    case = Case("adamw")
+    _, offloaded = pair(case)
+    take_step(0, case, offloaded)
+    before = torch.cuda.memory_allocated() if not gpu_ranks.EMULATED else None
+    states = sum(tensor.nbytes for tensor in host_states(offloaded))
+    slots = sum(slot.numel() for slot in offloaded._offloaded._slots._slots)
+    assert slots <= _offload.SLOTS * (32 << 10) < states
+    take_step(1, case, offloaded)
+    if before is not None:
+        assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+@pytest.mark.skipif(not gpu_ranks.EMULATED, reason="reads what the stand-in of CUDA has pinned")
+def test_memory_is_exact_and_goes_with_the_optimizer() -> None:
+    runtime: Any = torch.cuda.cudart()
+    gc.collect()
+    before = dict(runtime.pinned)
+    case = Case("adamw", dtype=BF16, master="fp32")
+    _, offloaded = pair(case)
+    take_step(0, case, offloaded)
+    pinned = {key: size for key, size in runtime.pinned.items() if key not in before}
+    needed = [tensor.nbytes for tensor in host_states(offloaded)]
+    assert len(pinned) == 1
+    assert sum(needed) <= sum(pinned.values()) <= sum(needed) + 256 * len(needed)
+    one = host_states(offloaded)[0]
+    del offloaded
+    gc.collect()
+    assert runtime.pinned.keys() - before.keys() == pinned.keys()  # a state is still there
+    del one
+    gc.collect()
+    assert runtime.pinned.keys() == before.keys()
+
+
+def test_states_outlive_the_optimizer() -> None:
+    """The last copies to the host may be under way when the device's slots are freed."""
+    case = Case("adamw")
+    beside, offloaded = pair(case)
+    take_step(0, case, beside, offloaded)
+    states = {number: offloaded.state[param] for number, param in enumerate(params_of(offloaded))}
+    del offloaded
+    gc.collect()
+    poison()
+    torch.cuda.synchronize()
+    for number, param in enumerate(params_of(beside)):
+        for name, tensor in states[number].items():
+            assert raw(tensor) == raw(beside.state[param][name])
+
+
+@pytest.mark.skipif(not gpu_ranks.EMULATED, reason="sets a limit in the stand-in of CUDA")
+def test_too_little_memory_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has changed, and a later step succeeds."""
+    case = Case("adamw")
+    beside, offloaded = pair(case)
+    before = [raw(param) for param in params_of(offloaded)]
+    runtime: Any = torch.cuda.cudart()
+    with monkeypatch.context() as limited:
+        limited.setattr(type(runtime), "most_pinned", 1000)
+        with pytest.raises(RuntimeError, match=r"cannot pin [\d,]+ bytes .* \(ulimit -l\)"):
+            take_step(0, case, offloaded)
+    assert [raw(param) for param in params_of(offloaded)] == before
+    take_step(0, case, beside, offloaded)
+    assert_same(beside, offloaded)
+
+
+@pytest.mark.usefixtures("slot_bytes")
+@pytest.mark.parametrize("format", ["pycomm", "torch"])
+def test_checkpoints_cross(format: str) -> None:  # noqa: A002
+    """Both load what either has saved, through a file, and go on with the same bits."""
+    case = Case("adamw", dtype=BF16, master="remainder", states="bf16")
+    beside, offloaded = pair(case)
+    for step in range(2):
+        take_step(step, case, beside, offloaded)
+    saved = []
+    for optimizer in (beside, offloaded):
+        on_cpu = tree_map_only(torch.Tensor, torch.Tensor.cpu, optimizer.state_dict(format=format))
+        file = io.BytesIO()
+        torch.save(on_cpu, file)
+        file.seek(0)
+        saved.append(torch.load(file, weights_only=True))
+    beside.load_state_dict(saved[1])
+    offloaded.load_state_dict(saved[0])
+    host_states(offloaded)
+    for step in range(2, 4):
+        take_step(step, case, beside, offloaded)
+    assert_same(beside, offloaded)
+
+
+def test_states_that_a_program_has_put_elsewhere_come_back() -> None:
+    case = Case("adamw")
+    beside, offloaded = pair(case)
+    take_step(0, case, beside, offloaded)
+    for where, param in zip(("cpu", "cuda", "cpu"), params_of(offloaded), strict=False):
+        state = offloaded.state[param]
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state[name].to(where, copy=True)
+    take_step(1, case, beside, offloaded)
+    assert_same(beside, offloaded)
+    assert all(map(offloaded._offloaded._memory.holds, host_states(offloaded)))
+
+
+@pytest.mark.hardware  # the stand-in of CUDA cannot copy parameters so
+def test_a_copied_optimizer_goes_on() -> None:
+    case = Case("adamw")
+    beside, offloaded = pair(case)
+    take_step(0, case, beside, offloaded)
+    twin = copy.deepcopy(offloaded)
+    assert twin.offload == "pinned"
+    take_step(1, case, beside, offloaded, twin)
+    assert_same(beside, twin)
+    assert_same(beside, offloaded)
+
+
+def test_parameters_that_come_later() -> None:
+    """Some have no gradient at first, and a group is added."""
+    case = Case("lion")
+    beside, offloaded = pair(case)
+    for step, used in enumerate((2, 5, 7)):
+        for optimizer in (beside, offloaded):
+            take_step(step, case)  # nobody: it makes gradients for all
+            params = params_of(optimizer)
+            on_cpu = [param.detach().cpu() for param in params]
+            grads = [grad.cuda() for grad in gradients(on_cpu, step)]
+            for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
+                param.grad = grad if number < used else None
+            optimizer.step()
+    for optimizer in (beside, offloaded):
+        new = torch.nn.Parameter(torch.full((3000,), 0.5, device="cuda"))
+        optimizer.add_param_group({"params": [new], "lr": 0.5})
+        new.grad = torch.ones_like(new)
+        optimizer.step()
+    assert_same(beside, offloaded)
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder"])
+def test_writes_to_parameters_between_steps(master: str) -> None:
+    case = Case("adamw", dtype=BF16, master=master)
+    beside, offloaded = pair(case)
+    for step in range(3):
+        take_step(step, case, beside, offloaded)
+        for optimizer in (beside, offloaded):
+            with torch.no_grad():
+                params_of(optimizer)[1][:100].mul_(3)
+            weights = optimizer.full_weights(params_of(optimizer)[2])
+            optimizer.set_full_weights(params_of(optimizer)[2], weights * 0.5)
+    assert_same(beside, offloaded)
+    for one, other in zip(params_of(beside), params_of(offloaded), strict=True):
+        assert raw(beside.full_weights(one)) == raw(offloaded.full_weights(other))
+
+
+def test_streams_take_turns() -> None:
+    case = Case("adamw")
+    beside, offloaded = pair(case)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for step in range(6):
+        stream = streams[step % 2]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            take_step(step, case, offloaded)
+        torch.cuda.current_stream().wait_stream(stream)
+        take_step(step, case, beside)
+    assert_same(beside, offloaded)
+
+
+def test_parameters_on_the_cpu_are_left_alone() -> None:
+    case = Case("adamw")
+    params, twins = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    ours, theirs = case.make(params), case.make(twins, offload="pinned")
+    for step in range(2):
+        grads = gradients(params, step)
+        for optimizer, of in ((ours, params), (theirs, twins)):
+            set_gradients(of, grads)
+            optimizer.step()
+    assert_same(ours, theirs)
+
+
+def test_what_is_refused() -> None:
+    params = moved(parameters(shapes=SHAPES))
+    with pytest.raises(ValueError, match="offload must be None or 'pinned', got 'cpu'"):
+        optim.FusedAdamW(params, offload="cpu")
+    with pytest.raises(ValueError, match="FusedLAMB takes no offload='pinned'"):
+        optim.FusedLAMB(params, offload="pinned")
+    optimizer = optim.FusedAdamW(params, offload="pinned")
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(graph):
+        optimizer.step()
+
+
+def test_sharded_parameters_are_refused() -> None:
+    def run(group: pycomm.Group) -> str:
+        device = torch.device("cuda", group.rank)
+        model = torch.nn.Linear(64, 64, device=device)
+        wrapper = pycomm.DataParallel(model, group=group, shard="optimizer")
+        optimizer = optim.FusedAdamW(wrapper.parameters(), offload="pinned")
+        wrapper(torch.ones(2, 64, device=device)).sum().backward()
+        with pytest.raises(ValueError, match="takes no sharded parameters") as error:
+            optimizer.step()
+        return str(error.value)
+
+    with pycomm.LocalWorld(2) as world:
+        assert len(world.run(run)) == 2
