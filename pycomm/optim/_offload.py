@@ -16,6 +16,7 @@ step number. The bits are the bits of a step on the device.
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 import weakref
 from array import array
@@ -59,6 +60,7 @@ class _Pages(mmap.mmap):
 
     address = 0
     device: torch.device | None = None  # once they are pinned
+    process = 0  # that has pinned them
 
     def pin(self, device: torch.device) -> None:
         """Pins the pages, or raises RuntimeError."""
@@ -71,10 +73,10 @@ class _Pages(mmap.mmap):
                 f"cannot pin {len(self):,} bytes for optimizer states (CUDA error {error}): raise "
                 "the limit of locked memory (ulimit -l), or leave out offload='pinned'"
             )
-        self.device = device
+        self.device, self.process = device, os.getpid()
 
     def __del__(self) -> None:
-        if self.device is not None and not sys.is_finalizing():
+        if self.process == os.getpid() and not sys.is_finalizing():
             torch.cuda.synchronize(self.device)  # a copy may be under way
             _runtime().cudaHostUnregister(self.address)
 
