@@ -1,5 +1,8 @@
 """The programs on pages run on two ranks."""
 
+import json
+import re
+
 import pages
 import pytest
 
@@ -16,22 +19,47 @@ assert own_part(60, 30, mine) == (40, 20)[group.rank]
 @pytest.mark.parametrize(
     ("page", "blocks", "given", "then"),
     [
+        ("README.md", 3, "", ""),
         ("docs/how-to/coming-from.md", 13, "", DEALT),
         ("docs/mixed-precision.md", 4, GROUP, ""),
         ("docs/how-to/arrays.md", 1, "", ""),
         ("docs/from-zero-and-fsdp.md", 1, GROUP, ""),
     ],
-    ids=["coming-from", "mixed-precision", "arrays", "from-zero-and-fsdp"],
+    ids=["readme", "coming-from", "mixed-precision", "arrays", "from-zero-and-fsdp"],
 )
 def test_programs(page, blocks, given, then):
     assert pages.run(page, given=given, then=then) == blocks
 
 
-def test_programs_of_the_readme():
+def test_programs_of_the_tour():
     """Apart from those that need another process group, or a rank that dies."""
-    as_a_backend, survivors = 3, 7
+    as_a_backend, survivors = 2, 6
     left_out = {as_a_backend, survivors}
     words = {as_a_backend: '("pycomm")', survivors: "group.shrink()"}
-    blocks = [block for _, block in pages.blocks_of("README.md")]
+    blocks = [block for _, block in pages.blocks_of("docs/tour.md")]
     assert all(word in blocks[number] for number, word in words.items())
-    assert pages.run("README.md", left_out) == len(blocks) - len(left_out)
+    assert pages.run("docs/tour.md", left_out) == len(blocks) - len(left_out)
+
+
+def test_figures_of_the_readme():
+    """The table of all-reduces has the medians of the file of results."""
+    file = pages.ROOT / "benchmarks/results/cpu_2ranks_mpi.json"
+    names = {
+        ("pycomm", "tensor"): "**pycomm**",
+        ("pycomm", "window"): "**pycomm**, tensors in its window",
+        ("mpi", "tensor"): "Open MPI 5.0",
+        ("deepspeed", "tensor"): "DeepSpeed 0.19.8, shared memory",
+        ("gloo", "tensor"): "Gloo, torch 2.13",
+    }
+    readme = (pages.ROOT / "README.md").read_text()
+    rows = json.loads(file.read_text())["rows"]
+    for contestant, name in names.items():
+        line = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", readme, re.M)[1]
+        told = [float(cell.strip(" *msu").replace(",", "")) for cell in line.split("|")]
+        for size, value, unit in zip((16 << 10, 1 << 20, 64 << 20), told, (1, 1, 1e3), strict=True):
+            medians = [
+                row["p50_us"] / unit
+                for row in rows
+                if (row["impl"], row["buffer"], row["bytes"]) == (*contestant, size)
+            ]
+            assert min(medians) == pytest.approx(value, rel=0.02), (name, size)
