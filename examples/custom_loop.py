@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
-from devices import add_device, device_of
+from devices import add_device, count, device_of
 
 import pycomm
 
@@ -137,7 +137,7 @@ def check_weights(library: Any, weights: Any, group: pycomm.Group) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arrays", choices=["torch", "numpy", "cupy"], default="torch")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=count, default=500)
     parser.add_argument("--warmup", type=int, default=20, help="steps in full")
     parser.add_argument("--batches", type=int, default=2, help="batches of a step")
     add_device(parser)

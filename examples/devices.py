@@ -1,4 +1,4 @@
-"""Options of the short programs: where a rank's tensors lie, and of which type they are."""
+"""Options of the examples: where a rank's tensors lie, of which type they are, and counts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import torch
 
 CPU = torch.device("cpu")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def count(text: str) -> int:
+    """The value of an option that counts something: at least 1."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
+    return value
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

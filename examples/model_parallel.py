@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from devices import CPU, DTYPES, add_device, add_dtype, device_of
+from devices import CPU, DTYPES, add_device, add_dtype, count, device_of
 from showing import Screen
 from torch import profiler
 from torch.nn import functional
@@ -217,8 +217,8 @@ def parser_of(script: str, doc: str | None) -> argparse.ArgumentParser:
     """The options that all three examples have."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
     add, plot = parser.add_argument, OUT / f"{Path(script).stem}.png"
-    add("--ranks", type=int, default=2, help="processes to start without torchrun (default 2)")
-    add("--steps", type=int, default=300, help="training steps (default 300)")
+    add("--ranks", type=count, default=2, help="processes to start without torchrun (default 2)")
+    add("--steps", type=count, default=300, help="training steps (default 300)")
     add("--plot", default=str(plot), help="who waits when, as a PNG (default %(default)s)")
     add_device(parser)
     add_dtype(parser)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from devices import add_device, device_of
+from devices import add_device, count, device_of
 
 import pycomm
 from pycomm.bench import launch
@@ -147,7 +147,7 @@ def run_rank(device: str) -> None:
 def main() -> None:
     """Reads the command line and starts the ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, default=3, help="without torchrun (default 3)")
+    parser.add_argument("--ranks", type=count, default=3, help="without torchrun (default 3)")
     add_device(parser)
     options = parser.parse_args()
     device_of(options.device, 0)  # raises here, rather than in every process

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from devices import DTYPES, add_device, add_dtype, device_of
+from devices import DTYPES, add_device, add_dtype, count, device_of
 from torch import multiprocessing, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -103,8 +103,8 @@ def run_rank(
 def main() -> None:
     """Reads the command line and starts the ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--epochs", type=int, default=5, help="(default 5)")
+    parser.add_argument("--ranks", type=count, default=2, help="processes (default 2)")
+    parser.add_argument("--epochs", type=count, default=5, help="(default 5)")
     parser.add_argument("--compression", choices=("int8", "none"), default="int8")
     add_device(parser)
     add_dtype(parser)

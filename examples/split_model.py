@@ -23,7 +23,7 @@ import argparse
 from collections.abc import Iterator
 
 import torch
-from devices import DTYPES, add_device, add_dtype, device_of
+from devices import DTYPES, add_device, add_dtype, count, device_of
 from torch import nn
 from torch.nn import functional
 
@@ -123,7 +123,7 @@ def run_rank(steps: int, device: str, dtype: str) -> None:
 def main() -> None:
     """Reads the command line and starts the ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
+    parser.add_argument("--steps", type=count, default=200, help="training steps (default 200)")
     add_device(parser)
     add_dtype(parser)
     options = parser.parse_args()

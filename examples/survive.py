@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from devices import DTYPES, add_device, add_dtype, device_of
+from devices import DTYPES, add_device, add_dtype, count, device_of
 from torch.nn import functional
 from train_lm import VOCABULARY, Transformer, check_same, draw_batch, read_corpus
 
@@ -106,7 +106,7 @@ def train(
 def main() -> int:
     """Starts the ranks, and kills two of them at random moments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=count, default=150)
     parser.add_argument("--rejoin", action="store_true", help="replace processes that are killed")
     parser.add_argument("--seed", type=int, default=None, help="of the victims and the moments")
     add_device(parser)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from devices import DTYPES, add_device, add_dtype, device_of
+from devices import DTYPES, add_device, add_dtype, count, device_of
 from showing import Screen, draw_losses
 from torch import nn
 from torch.nn import functional
@@ -485,8 +485,11 @@ def summarise(run: Run, settings: Settings, ranks: int) -> str:
 
 
 def compression_name(name: str) -> str:
-    """Parses the name of a compression."""
-    pycomm.parse_compression(name)
+    """Checks the name of a compression."""
+    try:
+        pycomm.parse_compression(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return name
 
 
@@ -507,8 +510,8 @@ def main() -> None:
     """Reads the command line and starts the ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
-    add("--ranks", type=int, default=2, help="processes to start (default 2)")
-    add("--steps", type=int, default=1500, help="training steps (default 1500)")
+    add("--ranks", type=count, default=2, help="processes to start (default 2)")
+    add("--steps", type=count, default=1500, help="training steps (default 1500)")
     add("--mode", choices=("ddp", "wrapper", "graph"), default="ddp",
         help="torch's DDP, pycomm's own wrapper, or a captured step")  # fmt: skip
     add(
@@ -528,7 +531,7 @@ def main() -> None:
     add_dtype(parser)
     add("--autocast", choices=("bfloat16", "float16"), help="the type of forwards")
     add("--grad-scaler", action="store_true", help="scale the loss, for float16")
-    add("--accumulate", type=int, default=1, help="batches in a step (default 1)")
+    add("--accumulate", type=count, default=1, help="batches in a step (default 1)")
     add("--recompute", action="store_true", help="activations, instead of keeping them")
     add("--compile", action="store_true", help="the model, with torch.compile")
     add("--trace", help=f"writes a trace of the last {TRACED} steps")

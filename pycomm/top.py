@@ -200,9 +200,16 @@ def _watch(jobs: Jobs, interval: float) -> None:
             time.sleep(interval)
 
 
+ABOUT = (
+    "Shows live what the ranks of running jobs do, also where a job hangs, and which rank others "
+    "wait for. It reads records in the jobs' shared memory, of the same user's processes on this "
+    "machine, without stopping or slowing them."
+)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(prog="python -m pycomm.top", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pycomm.top", description=ABOUT)
     parser.add_argument("pid", type=int, nargs="?", help="a rank's process (default: all)")
     parser.add_argument("--json", action="store_true", help="print one report as JSON, and end")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between updates")

@@ -139,3 +139,28 @@ def test_a_missing_gpu_is_one_sentence(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--device", "cuda"])
     with pytest.raises(SystemExit, match=r"^--device cuda needs a GPU that torch can use; .*here$"):
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("option", ["steps", "ranks", "epochs"])
+@pytest.mark.parametrize("value", ["0", "-3", "many"])
+def test_counts_begin_at_one(option, value, capsys, monkeypatch):
+    """Every program that takes the option says so, and starts nothing."""
+    asked = 0
+    for program in PROGRAMS:
+        text = (EXAMPLES / f"{program}.py").read_text()
+        if f'"--{option}", type' not in text and not ("parser_of(" in text and option != "epochs"):
+            continue
+        monkeypatch.setattr(sys, "argv", [f"{program}.py", f"--{option}={value}"])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(EXAMPLES / f"{program}.py"), run_name="__main__")
+        said = capsys.readouterr().err
+        assert f"argument --{option}: must be a number from 1 on, got '{value}'" in said, program
+        asked += 1
+    assert asked
+
+
+def test_an_unknown_compression_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", "--compression=zip"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLES / "train_lm.py"), run_name="__main__")
+    assert "compression must be none, bf16" in capsys.readouterr().err
