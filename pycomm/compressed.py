@@ -86,7 +86,6 @@ class PreparedCall:
 
     def on_span(self, group: Group, flow: Flow, async_op: bool) -> Work | None:
         """Enqueues the flow of the call over NCCL; waits for it only if strict."""
-        from pycomm._nccl.collectives import NodeTopology
         from pycomm._runtime.cuda import NonfiniteFlag
 
         span = group._span
@@ -95,7 +94,7 @@ class PreparedCall:
         flag = NonfiniteFlag(device, group.check) if async_op or self.strict else None
 
         def run() -> None:
-            found = flow(NodeTopology(span, device), flag is not None)
+            found = flow(span, flag is not None)
             if flag is not None and found is not None:
                 flag.set(found)
 
@@ -369,8 +368,7 @@ def compressed_reduce_scatter(
     call = PreparedCall(dense, dense_result, (result, *state), finish, strict)
     run: Callable[[], Work | None]
     if spans:
-        from pycomm._nccl.compressed import CodedCall
-        from pycomm._nccl.reduce_scatter import reduce_scatter
+        from pycomm._nccl.compressed import CodedCall, reduce_scatter
 
         coded = CodedCall(
             dense.view(-1), dense_result.view(-1), compression, op, step, offset,

@@ -1,7 +1,8 @@
 """Collectives on CUDA tensors of a group that spans nodes, over NCCL.
 
-Phases and bits are the same as in csrc/cpu/internode/group.h. Inside a node, a group of the node's
-ranks runs collectives. Between nodes, NCCL sends the data (pycomm/_nccl/process_groups.py). Torch
+Phases and bits are the same as in csrc/cpu/internode/group.h: reduce inside the nodes to stripes,
+two-shot between nodes, and all-gather inside the nodes. Inside a node, a group of the node's ranks
+runs collectives. Between nodes, NCCL sends the data (pycomm/_nccl/process_groups.py), and torch
 adds it up.
 """
 
@@ -9,114 +10,88 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C, _work
 from pycomm._inputs import operation_of
-from pycomm._runtime import host
 from pycomm._work import Work, dense_stand_ins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from pycomm._nccl.process_groups import (
-        Collective,
-        InternodeProcessGroups,
-        StripePeers,
-        Transfer,
-    )
+    from pycomm._nccl.process_groups import Collective, InternodeProcessGroups
     from pycomm.group import Group
 
-# Ranks and tiles of operations that span nodes.
+# The phases inside a node. A tensor with a row per stripe has them in order.
 
 
-class NodeTopology:
-    """The ranks of this node, and the ranks of other nodes that carry the same stripe."""
-
-    def __init__(self, span: InternodeProcessGroups, device: torch.device) -> None:
-        self.here, self.index, self.stripes = span.here, span.index, span.stripes
-        self.nodes, self.world, self.rank = len(span.nodes), span.world, span.rank
-        self.even, self.place_of = span.even, span.place_of
-        self.single = self.nodes == self.world
-        self.by_index = span.by_index(device) if span.even else None
-        self.sizes = [len(ranks) for ranks in span.nodes]
-        self._order = span.node_order(device)
-        self._node = cast("Group | None", span.node)
-        self._carriers = span.carriers
-
-    @property
-    def carriers(self) -> StripePeers:
-        """The carriers of this rank's stripe."""
-        assert self._carriers is not None
-        return self._carriers
-
-    @property
-    def carries(self) -> bool:
-        """True if this rank carries a stripe."""
-        return self._carriers is not None
-
-    def in_node_order(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Flat blocks of all ranks, node by node."""
-        if self._order is None:
-            return blocks
-        return blocks.view(self.world, -1)[self._order].view(-1)
-
-    def in_rank_order(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`in_node_order`."""
-        if self._order is None:
-            return blocks
-        ordered = torch.empty_like(blocks)
-        ordered.view(self.world, -1)[self._order] = blocks.view(self.world, -1)
-        return ordered
-
-    def sum_to_carriers(self, stripes: torch.Tensor, op: str) -> torch.Tensor:
-        """This node's sums of each stripe's row; a carrier gets its own, others an unused row."""
-        op = "sum" if op == "avg" else op  # divided once, between nodes
-        mine = stripes[min(self.index, self.stripes - 1)]
-        if self._node is None:
-            return mine
-        if self.even:
-            sums = torch.empty_like(mine)
-            self._inside("reduce_scatter", stripes, sums, sums.shape, op)
-            return sums
-        for i, stripe in enumerate(stripes):
-            self._inside("reduce", stripe, stripe, stripe.shape, op, i)
+def sum_to_carriers(span: InternodeProcessGroups, rows: torch.Tensor, op: str) -> torch.Tensor:
+    """This node's sums of each row; a carrier gets its own, others an unused row."""
+    op = "sum" if op == "avg" else op  # divided once, between nodes
+    mine = rows[span.stripe]
+    if span.node is None:
         return mine
+    if span.even:
+        sums = torch.empty_like(mine)
+        _inside(span, "reduce_scatter", rows, sums, op=op)
+        return sums
+    for i, row in enumerate(rows):
+        _inside(span, "reduce", row, row, op=op, root=i)
+    return mine
 
-    def gather_from_carriers(self, stripes: torch.Tensor, mine: torch.Tensor) -> None:
-        """Every rank of this node gets all rows; each carrier has one."""
-        if self._node is None:
-            copy(stripes[0], mine)
-        elif self.even:
-            self._inside("all_gather", mine, stripes, mine.shape)
-        else:
-            if self.carries:
-                copy(stripes[self.index], mine)
-            for i, stripe in enumerate(stripes):
-                self.broadcast_inside(stripe, i)
 
-    def broadcast_inside(self, data: torch.Tensor, index: int) -> None:
-        """Copies the tensor of one of this node's ranks to the others."""
-        if self._node is not None:
-            self._inside("broadcast", data, data, data.shape, root=index)
+def gather_from_carriers(
+    span: InternodeProcessGroups, rows: torch.Tensor, mine: torch.Tensor
+) -> None:
+    """Every rank of this node gets all rows; each carrier has one."""
+    if span.even and span.node is not None:
+        _inside(span, "all_gather", mine, rows)
+        return
+    if span.carries:
+        copy(rows[span.index], mine)
+    for i, row in enumerate(rows):
+        broadcast_inside(span, row, i)
 
-    def _inside(
-        self,
-        collective: str,
-        source: torch.Tensor,
-        result: torch.Tensor,
-        shape: torch.Size,
-        op: str = "sum",
-        root: int = 0,
-    ) -> None:
-        assert self._node is not None
-        _work.launch(
-            self._node, collective, source, result, shape, op, label="", root=root,
-            written=collective != "reduce" or root == self.index, async_op=False,
-        )  # fmt: skip
+
+def broadcast_inside(span: InternodeProcessGroups, data: torch.Tensor, index: int) -> None:
+    """Copies the tensor of one of this node's ranks to the others."""
+    if span.node is not None:
+        _inside(span, "broadcast", data, data, root=index)
+
+
+def _inside(
+    span: InternodeProcessGroups,
+    collective: str,
+    source: torch.Tensor,
+    result: torch.Tensor,
+    op: str = "sum",
+    root: int = 0,
+) -> None:
+    block = min(source, result, key=torch.Tensor.numel)
+    _work.launch(
+        cast("Group", span.node), collective, source, result, block.shape, op, label="", root=root,
+        written=collective != "reduce" or root == span.index, async_op=False,
+    )  # fmt: skip
+
+
+def copy(to: torch.Tensor, given: torch.Tensor) -> None:
+    if to.data_ptr() != given.data_ptr():
+        to.copy_(given)
+
+
+# The phases between nodes. Parts of a tensor overlap: while one is added up, others are sent.
+
+
+def run_parts(parts: Sequence[Iterator[None]]) -> None:
+    """Runs generators that stop after they have sent this node's contribution, and its result."""
+    depth = _C.pipeline_depth
+    for step in range(len(parts) + 2 * depth):
+        for begun in (step, step - depth, step - 2 * depth):
+            if 0 <= begun < len(parts):
+                next(parts[begun], None)
 
 
 def check_two_shot(algorithm: str) -> None:
@@ -127,43 +102,20 @@ def check_two_shot(algorithm: str) -> None:
         )
 
 
-class Tile(Protocol):
-    """The stages of a part of an operation; stages of several parts overlap."""
-
-    def stage(self) -> None:
-        """Starts to send contributions."""
-
-    def reduce(self) -> None:
-        """Adds up the received contributions, and starts to send the result."""
-
-    def gather(self) -> None:
-        """Stores the received results."""
-
-
-def run_tiles(tiles: Sequence[Tile]) -> None:
-    """Runs the stages of all tiles; while one tile is added up, others are sent."""
-    depth = _C.pipeline_depth
-    for step in range(len(tiles) + 2 * depth):
-        if step < len(tiles):
-            tiles[step].stage()
-        if 0 <= step - depth < len(tiles):
-            tiles[step - depth].reduce()
-        if step >= 2 * depth:
-            tiles[step - 2 * depth].gather()
-
-
-def copy(to: torch.Tensor, given: torch.Tensor) -> None:
-    if to.data_ptr() != given.data_ptr():
-        to.copy_(given)
-
-
 # Reductions over the parts of several nodes as operations of torch.
 #
 # The bits are the same as in csrc/core/reduce.h: 16-bit floats accumulate in fp32, integers wrap
 # around, the mean divides once, and NaNs are canonical.
 
-# Torch lacks arithmetic on these types; signed types give the same bits of sums and products.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+# Torch lacks arithmetic on some types; these give the same bits of sums and products.
+_ALIKE = {
+    torch.bool: torch.uint8,
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _OF_BOOL = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}
 
@@ -200,22 +152,23 @@ def combine(parts: torch.Tensor, op: str, ranks: int) -> torch.Tensor:
         A tensor of the same dtype, which may lie in `parts`.
     """
     dtype = parts.dtype
-    if dtype.is_complex:
-        real = torch.view_as_real(parts)
-        return torch.view_as_complex(combine(real, op, ranks))
-    if dtype == torch.bool:
-        return combine(parts.view(torch.uint8), _OF_BOOL.get(op, op), ranks).view(dtype)
-    if dtype in _SIGNED:
-        return combine(parts.view(_SIGNED[dtype]), op, ranks).view(dtype)
+    if dtype in _ALIKE:
+        op = _OF_BOOL.get(op, op) if dtype == torch.bool else op
+        return combine(parts.view(_ALIKE[dtype]), op, ranks).view(dtype)
     wide = _WIDE.get(dtype, dtype)
     total = parts[0].to(wide)
     for part in parts[1:]:
         total = _FOLDS[op](total, part.to(wide))
-    if op == "avg":
-        # A tensor, because CUDA multiplies with the inverse of a number.
-        divisor = torch.full((), ranks, dtype=wide, device=parts.device)
-        total.div_(divisor, rounding_mode=None if wide.is_floating_point else "trunc")
-    return rounded(total, dtype)
+    return rounded(divided(total, ranks) if op == "avg" else total, dtype)
+
+
+def divided(sums: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Divides sums; integers are rounded toward zero."""
+    if divisor == 1:
+        return sums
+    # By a tensor, because CUDA multiplies with the inverse of a number.
+    by = torch.full((), divisor, dtype=sums.dtype, device=sums.device)
+    return sums.div(by, rounding_mode=None if sums.dtype.is_floating_point else "trunc")
 
 
 def rounded(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -235,76 +188,113 @@ _TILE_BYTES = 4 << 20  # of one stripe
 class NcclExchange:
     """One collective on flat tensors."""
 
-    between: NodeTopology
+    span: InternodeProcessGroups
     source: torch.Tensor
     result: torch.Tensor
-    op: str
-    root: int
+    op: str = "sum"
+    root: int = 0
 
     def all_reduce(self) -> None:
-        """Reduces inside the nodes to stripes, then between nodes, and gathers."""
+        """Every rank gets the sums, in tiles."""
         if self.result is not self.source:
             self.result.copy_(self.source)
-        unit = self.between.stripes * self.between.nodes
-        tile = _TILE_BYTES // self.result.element_size() // self.between.nodes * unit
-        spare: list[torch.Tensor] = []
-        parts = torch.split(self.result, tile)
-        run_tiles([_Tile(self.between, self.op, part, spare) for part in parts])
+        unit = self.span.stripes * len(self.span.nodes)
+        tile = _TILE_BYTES // self.result.element_size() // len(self.span.nodes) * unit
+        run_parts([self._all_reduce(part, unit) for part in torch.split(self.result, tile)])
+
+    def _all_reduce(self, data: torch.Tensor, unit: int) -> Iterator[None]:
+        """A part; its phases are those of csrc/core/algorithms/internode.h."""
+        span, whole = self.span, _padded(data, unit)
+        rows = whole.view(span.stripes, -1)
+        mine = sum_to_carriers(span, rows, self.op)
+        if span.carries:
+            parts = torch.empty_like(mine)
+            transfer = span.carriers.all_to_all(parts, mine)
+        yield
+        if span.carries:
+            transfer.wait()
+            sums = self._combined(parts)
+            transfer = span.carriers.all_gather(mine, sums)
+        yield
+        if span.carries:
+            transfer.wait()
+        gather_from_carriers(span, rows, mine)
+        copy(data, whole[: data.numel()])
+
+    def _combined(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sums of the nodes' contributions to what this node owns, in the order of nodes."""
+        return combine(parts.view(len(self.span.nodes), -1), self.op, self.span.world)
 
     def reduce_scatter(self) -> None:
         """Every rank gets the sums of its own block."""
-        between, count = self.between, self.result.numel()
-        if not between.even:
+        span, count = self.span, self.result.numel()
+        if not span.even:
             whole = self.source.clone()
-            NcclExchange(between, whole, whole, self.op, 0).all_reduce()
-            self.result.copy_(whole.view(between.world, count)[between.rank])
+            reduce_in_place(span, whole, self.op)
+            self.result.copy_(whole.view(span.world, count)[span.rank])
             return
         # The i-th rank of a node adds up the blocks of the i-th ranks of all nodes.
-        blocks = self.source.view(between.world, count)[between.by_index]
-        mine = between.sum_to_carriers(blocks.view(between.stripes, -1), self.op)
+        blocks = self.source.view(span.world, count)[self._by_index()]
+        mine = sum_to_carriers(span, blocks.view(span.stripes, -1), self.op)
         parts = torch.empty_like(mine)
-        between.carriers.all_to_all(parts, mine).wait()
-        self.result.copy_(combine(parts.view(between.nodes, count), self.op, between.world))
+        span.carriers.all_to_all(parts, mine).wait()
+        self.result.copy_(self._combined(parts))
 
     def all_gather(self) -> None:
         """Every rank gets all blocks."""
-        between, count = self.between, self.source.numel()
-        if not between.even:  # other ranks' blocks are zeros
+        span, count = self.span, self.source.numel()
+        if not span.even:  # other ranks' blocks are zeros
             own = self.source.clone()  # the source may lie in the result
-            self.result.zero_().view(between.world, count)[between.rank] = own
-            bits = self.result.view(torch.uint8)
-            NcclExchange(between, bits, bits, "bor", 0).all_reduce()
+            self.result.zero_().view(span.world, count)[span.rank] = own
+            reduce_in_place(span, self.result.view(torch.uint8), "bor")
             return
-        mine = self.source.new_empty(between.nodes * count)
-        between.carriers.all_gather(mine, self.source).wait()
-        blocks = self.source.new_empty((between.stripes, between.nodes * count))
-        between.gather_from_carriers(blocks, mine)
-        order = between.by_index
-        self.result.view(between.world, count)[order] = blocks.view(between.world, count)
+        mine = self.source.new_empty(len(span.nodes) * count)
+        span.carriers.all_gather(mine, self.source).wait()
+        rows = self.source.new_empty((span.stripes, len(span.nodes) * count))
+        gather_from_carriers(span, rows, mine)
+        by_index = rows.view(span.stripes, len(span.nodes), count)
+        self.result.view(span.world, count)[self._by_index()] = by_index
+
+    def _by_index(self) -> torch.Tensor:
+        """The ranks of equal nodes: the first rank of every node, then the second."""
+        return self.span.node_order(self.source.device).view(-1, self.span.stripes).t()
 
     def broadcast(self) -> None:
         """Sends the root's tensor inside its node, in stripes between nodes, and gathers them."""
-        between, data = self.between, self.result
-        node, index = between.place_of(self.root)
-        if node == between.here:
-            between.broadcast_inside(data, index)
-        whole = _padded(data, between.stripes)
-        stripes = whole.view(between.stripes, -1)
-        mine = stripes[min(between.index, between.stripes - 1)].clone()
-        if between.carries:
-            between.carriers.broadcast(mine, node).wait()
-        if node != between.here:
-            between.gather_from_carriers(stripes, mine)
+        span, data = self.span, self.result
+        node, index = span.place_of(self.root)
+        if node == span.here:
+            broadcast_inside(span, data, index)
+        whole = _padded(data, span.stripes)
+        rows = whole.view(span.stripes, -1)
+        mine = rows[span.stripe].clone()
+        if span.carries:
+            span.carriers.broadcast(mine, node).wait()
+        if node != span.here:
+            gather_from_carriers(span, rows, mine)
             data.copy_(whole[: data.numel()])
 
 
-def mean_flow(tensor: torch.Tensor, algorithm: str) -> Callable[[NodeTopology, int], None]:
+def reduce_in_place(span: InternodeProcessGroups, data: torch.Tensor, op: str) -> None:
+    """An all-reduce of a flat tensor."""
+    NcclExchange(span, data, data, op).all_reduce()
+
+
+def mean_flow(
+    tensor: torch.Tensor, algorithm: str
+) -> Callable[[InternodeProcessGroups, int], None]:
     """A function that averages a part of a bucket in place, at a step."""
     check_two_shot(algorithm)
-    return lambda between, _: NcclExchange(between, tensor, tensor, "avg", 0).all_reduce()
+    return lambda span, _: reduce_in_place(span, tensor, "avg")
 
 
-def _enqueued(collective: str, flow: Callable[[NcclExchange], None]) -> Collective:
+def _padded(data: torch.Tensor, unit: int) -> torch.Tensor:
+    """A tensor's elements, padded with zeros to a multiple of `unit`."""
+    missing = -data.numel() % unit
+    return torch.cat([data, data.new_zeros(missing)]) if missing else data
+
+
+def _enqueued(flow: Callable[[NcclExchange], None]) -> Collective:
     def run(
         span: InternodeProcessGroups,
         source: torch.Tensor,
@@ -316,13 +306,13 @@ def _enqueued(collective: str, flow: Callable[[NcclExchange], None]) -> Collecti
         async_op: bool,
     ) -> Any:
         check_two_shot(algorithm)
-        operation_of(collective, algorithm, source.dtype, op, root)  # refuses wrong reductions
+        operation_of(flow.__name__, algorithm, source.dtype, op, root)  # refuses wrong reductions
         increment_version(result)
         given, made, finish = dense_stand_ins(source, result)
         if given.numel():
             flat = given.view(-1)
             flat_result = flat if made is given else made.view(-1)
-            exchange = NcclExchange(NodeTopology(span, source.device), flat, flat_result, op, root)
+            exchange = NcclExchange(span, flat, flat_result, op, root)
             span.enqueue(source.device, lambda: flow(exchange), (given, made))
         finish()
         return Work(None) if async_op else result
@@ -332,56 +322,11 @@ def _enqueued(collective: str, flow: Callable[[NcclExchange], None]) -> Collecti
 
 # Collectives that pycomm._work.launch() runs over NCCL; others go through host memory.
 COLLECTIVES: dict[str, Collective] = {
-    "all_reduce": _enqueued("all_reduce", NcclExchange.all_reduce),
-    "reduce_scatter": _enqueued("reduce_scatter", NcclExchange.reduce_scatter),
-    "all_gather": _enqueued("all_gather", NcclExchange.all_gather),
-    "broadcast": _enqueued("broadcast", NcclExchange.broadcast),
+    flow.__name__: _enqueued(flow)
+    for flow in (
+        NcclExchange.all_reduce,
+        NcclExchange.reduce_scatter,
+        NcclExchange.all_gather,
+        NcclExchange.broadcast,
+    )
 }
-
-
-class _Tile:
-    """A part of a tensor's all-reduce: the stages of csrc/core/algorithms/internode.h.
-
-    `spare` holds memory of finished tiles, for new tiles.
-    """
-
-    def __init__(
-        self, between: NodeTopology, op: str, data: torch.Tensor, spare: list[torch.Tensor]
-    ) -> None:
-        self._between, self._op, self._data, self._spare = between, op, data, spare
-        self._whole = self._stripes = self._mine = self._parts = data
-        self._transfer: Transfer | None = None
-
-    def stage(self) -> None:
-        """Adds up inside the node, and sends every node its part of this rank's stripe."""
-        between = self._between
-        self._whole = _padded(self._data, between.stripes * between.nodes)
-        self._stripes = self._whole.view(between.stripes, -1)
-        self._mine = between.sum_to_carriers(self._stripes, self._op)
-        if between.carries:
-            old = self._spare.pop() if self._spare else self._mine.new_empty(0)
-            fits = old.numel() == self._mine.numel()
-            self._parts = old if fits else host.ordinary(torch.empty_like, self._mine)
-            self._transfer = between.carriers.all_to_all(self._parts, self._mine)
-
-    def reduce(self) -> None:
-        """Adds up the elements that this node owns, in the order of nodes, and sends the sums."""
-        between = self._between
-        if self._transfer is not None:
-            self._transfer.wait()
-            sums = combine(self._parts.view(between.nodes, -1), self._op, between.world)
-            self._transfer = between.carriers.all_gather(self._mine, sums)
-
-    def gather(self) -> None:
-        """Spreads the results inside the node."""
-        if self._transfer is not None:
-            self._transfer.wait()
-            self._spare.append(self._parts)
-        self._between.gather_from_carriers(self._stripes, self._mine)
-        copy(self._data, self._whole[: self._data.numel()])
-
-
-def _padded(data: torch.Tensor, unit: int) -> torch.Tensor:
-    """A tensor's elements, padded with zeros to a multiple of `unit`."""
-    missing = -data.numel() % unit
-    return torch.cat([data, data.new_zeros(missing)]) if missing else data

@@ -1,56 +1,66 @@
-"""Compressed all-reduces on CUDA tensors of a group that spans nodes, over NCCL.
+"""Compressed operations on CUDA tensors of a group that spans nodes, over NCCL.
 
 Phases and bits are the same as in csrc/cpu/internode/group.h:
 
-  1. Collect: each node adds the gradients and residuals of its ranks in fp32. Each carrier gets its
-     stripe of the sums.
+  1. Collect: each node adds the gradients of its ranks in fp32. Each carrier gets its stripe of the
+     sums.
   2. Stage: each carrier encodes each node's part of its stripe, and sends each node its part. The
      encoding's error stays in the residual.
-  3. Reduce: the owner adds the parts in node order, encodes the sums, and sends them to all nodes.
-  4. Gather: each carrier decodes the sums, and its node collects the stripes.
+  3. Reduce: the owner adds the parts in node order.
+  4. Gather: the owner encodes the sums and sends them to all nodes. Each carrier decodes the sums,
+     and its node collects the stripes.
 
-Top-k selects from the whole stripe before phase 2, and in phase 3 the owner sends its share of the
-largest sums (csrc/core/codecs/topk.h). The host reads nothing that a device has computed, so a
-CUDA graph can capture the operation. If a stripe takes S encoded bytes, each of H nodes sends and
-receives (H-1)/H S in phase 2 and again in phase 3; lists of top-k take twice that in phase 2.
+An all-reduce also collects the ranks' residuals, and its stripes take turns by index. Top-k selects
+from the whole stripe before phase 2, and the owner sends its share of the largest sums
+(csrc/core/codecs/topk.h). In a reduce-scatter, the blocks of each node are consecutive, and each
+carrier has a stripe of them; sums are not encoded, and the node's ranks collect them.
+
+The host reads nothing that a device has computed, so a CUDA graph can capture the operation. If a
+stripe takes S encoded bytes, each of H nodes sends and receives (H-1)/H S in phase 2 and again in
+phase 4; lists of top-k take twice that in phase 2.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from pycomm import _C
 from pycomm._inputs import CODECS, DTYPES, OPS
 from pycomm._nccl.collectives import (
-    NcclExchange,
-    NodeTopology,
     check_two_shot,
+    divided,
+    gather_from_carriers,
+    reduce_in_place,
     rounded,
-    run_tiles,
+    run_parts,
+    sum_to_carriers,
 )
 from pycomm._runtime.cuda import Codecs
-from pycomm.compression import VALUES, Compression, Int8, TopK
+from pycomm.compression import SMALLEST_BLOCK, VALUES, Compression, Int8, TopK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from pycomm._nccl.process_groups import Transfer
+    from pycomm._nccl.process_groups import InternodeProcessGroups
 
-# A compressed operation that spans nodes, and the ranks' checks before they send anything.
+    # A function such as all_reduce(). It returns whether a value was not finite, or None if not
+    # asked.
+    Flow: TypeAlias = Callable[[InternodeProcessGroups, bool], torch.Tensor | None]
 
-# A function such as all_reduce(). It returns whether a value was not finite, or None if not asked.
-Flow = Callable[[NodeTopology, bool], torch.Tensor | None]
+# A compressed operation that spans nodes.
 
 
 @dataclass(frozen=True)
 class CodedCall:
-    """A compressed all-reduce of flat tensors.
+    """A compressed operation on flat tensors.
 
     Attributes:
         source: this rank's gradient.
@@ -63,8 +73,6 @@ class CodedCall:
         velocity: momentum for momentum correction, in fp32; or None.
         scale: the loss scale of the gradient, or None. Residual and velocity are unscaled.
         hold_unused: keep residuals if the gradient is zero on all ranks.
-        residual_before: receives a copy of the old residual; or None.
-        velocity_before: receives a copy of the old velocity; or None.
         density_step: the step that a density depends on; by default `step`.
     """
 
@@ -78,101 +86,23 @@ class CodedCall:
     velocity: torch.Tensor | None = None
     scale: torch.Tensor | None = None
     hold_unused: bool = False
-    residual_before: torch.Tensor | None = None
-    velocity_before: torch.Tensor | None = None
     density_step: int | None = None
 
-    @property
+    @cached_property
     def codec(self) -> _C.Codec:
         """The codec of the whole tensor."""
         return self.compression.codec(self.source.numel(), self.source.dtype, self._density_step)
 
     @property
-    def k(self) -> int:
-        """The number of elements of the whole tensor that top-k sends; 0 for other codecs."""
-        if not isinstance(self.compression, TopK):
-            return 0
-        return self.compression.count(self.source.numel(), self._density_step)
-
-    @property
     def _density_step(self) -> int:
         return self.step if self.density_step is None else self.density_step
 
-    def largest(self, between: NodeTopology) -> float:
-        """The largest contribution of a node that keeps all sums finite."""
-        dtype, op = DTYPES[self.source.dtype], OPS[self.op]
-        return _C.largest_safe(self.codec, dtype, op, between.nodes, between.world)
-
-    def divisor(self, between: NodeTopology) -> int:
-        """The divisor of sums."""
-        return between.world if self.op == "avg" else 1
-
-
-@dataclass(frozen=True)
-class Preflight:
-    """The ranks' checks of all contributions before they send them.
-
-    The flags are on the device, and the host does not read them.
-
-    Attributes:
-        overflow: a sum might not be finite. Residuals stay as they are.
-        unused: all gradients are zero. Nothing is sent, and residuals stay as they are. None if it
-            is not checked.
-    """
-
-    overflow: torch.Tensor
-    unused: torch.Tensor | None
-
-    @property
-    def keeps(self) -> torch.Tensor:
-        """True if residuals change."""
-        stays = self.overflow if self.unused is None else self.overflow | self.unused
-        return stays.logical_not()
-
-
-def preflight(
-    between: NodeTopology, call: CodedCall, value: torch.Tensor, gradient: torch.Tensor
-) -> torch.Tensor:
-    """Two flags of a contribution: it may overflow, and its gradient is used."""
-    flags = torch.zeros(2, dtype=torch.uint8, device=value.device)
-    if value.numel() and call.residual is not None:
-        flags[0] = (value.abs().amax() <= call.largest(between)).logical_not()  # also for NaNs
-        flags[1] = gradient.any() if call.hold_unused else 1
-    return flags
-
-
-def agree(between: NodeTopology, call: CodedCall, flags: torch.Tensor | None) -> Preflight | None:
-    """The checks of all ranks together; None without residuals."""
-    if call.residual is None:
-        return None
-    if flags is None:
-        flags = torch.zeros(2, dtype=torch.uint8, device=call.source.device)
-    NcclExchange(between, flags, flags, "bor", 0).all_reduce()
-    overflow, used = flags.bool()
-    return Preflight(overflow, used.logical_not() if call.hold_unused else None)
-
-
-def sendable(
-    between: NodeTopology, call: CodedCall, value: torch.Tensor, found: Preflight | None
-) -> torch.Tensor:
-    """The contribution: with infinities after an overflow, and zero if it is not used."""
-    if found is None:
-        return value
-    largest = call.largest(between)
-    limited = value.masked_fill(value > largest, math.inf)
-    limited.masked_fill_(value < -largest, -math.inf)
-    value = torch.where(found.overflow, limited, value)
-    if found.unused is not None:
-        value = torch.where(found.unused, torch.zeros_like(value), value)
-    return value
-
-
-def divided(sums: torch.Tensor, divisor: int) -> torch.Tensor:
-    """Divides sums."""
-    if divisor == 1:
-        return sums
-    # A tensor, because CUDA multiplies with the inverse of a number.
-    return sums / torch.full((), divisor, dtype=torch.float32, device=sums.device)
+    def selected(self, count: int) -> int:
+        """The number of elements that top-k selects of so many."""
+        if not isinstance(self.compression, TopK):
+            return 0
+        whole = self.source.numel()
+        return -(-self.compression.count(whole, self._density_step) * count // whole)
 
 
 def nonfinite(result: torch.Tensor) -> torch.Tensor:
@@ -187,245 +117,334 @@ class BlockCyclic:
     """A block-cyclic distribution of a tensor's elements: `piece` elements to each party in turn.
 
     An element's party depends only on its index in the whole tensor, as in
-    csrc/core/algorithms/stripes.h.
+    csrc/core/algorithms/stripes.h. The rows of several parties begin and end with whole turns; they
+    have zeros where the tensor has no element.
 
     Args:
         first: the index of the tensor's first element in the whole.
-        count: the number of its elements.
+        count: the number of its elements, at least one.
         piece: the number of consecutive elements of a party.
         parties: the number of parties.
+        from_start: parts begin where rows begin.
 
     Attributes:
         width: the length of a row.
+        places: by party, where the elements of its row lie in the whole, for Wires.encode().
     """
 
-    def __init__(self, first: int, count: int, piece: int, parties: int) -> None:
-        self._first, self._count, self._piece, self._parties = first, count, piece, parties
-        begin, end = first // (piece * parties), -(-(first + count) // (piece * parties))
-        self._rounds = end - begin if count else 0
-        self._front = first - begin * piece * parties if count else 0
-        self.width = count if parties == 1 else self._rounds * piece
+    def __init__(
+        self, first: int, count: int, piece: int, parties: int, from_start: bool = False
+    ) -> None:
+        self._piece, self._parties, self._from_start = piece, parties, from_start
+        turn = piece * parties if parties > 1 else 1
+        self._first, self._end = first, first + count
+        self._edges = (first % turn, -self._end % turn)
+        self.width = (count + sum(self._edges)) // parties
+        begin = first - self._edges[0]
+        self.places = [(begin + i * piece, piece, turn) for i in range(parties)]
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A row with the elements of each party; zeros where this tensor has no element."""
+        """The rows of all parties; the tensor itself if there is only one."""
         if self._parties == 1:
             return tensor.view(1, -1)
-        rows = tensor.new_empty((self._parties, self.width))
-        dealt = rows.view(self._parties, self._rounds, self._piece)
-        for edge in {0, self._rounds - 1} if self._rounds else ():
-            dealt[:, edge] = 0
-        for place, elements in self._pairs(dealt, tensor):
-            place.copy_(elements)
-        return rows
+        whole = pad(tensor, self._edges) if any(self._edges) else tensor
+        turns = whole.view(-1, self._parties, self._piece)
+        return turns.transpose(0, 1).reshape(self._parties, -1)
 
     def collect(self, rows: torch.Tensor, tensor: torch.Tensor) -> None:
         """Writes the elements of :meth:`rows` back to their places in the tensor."""
-        if self._parties == 1:
-            tensor.copy_(rows.view(-1))
-            return
-        dealt = rows.view(self._parties, self._rounds, self._piece)
-        for place, elements in self._pairs(dealt, tensor):
-            elements.copy_(place)
-
-    def _pairs(
-        self, dealt: torch.Tensor, tensor: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Places in rows, and the elements that belong there: whole rounds at a time."""
-        turn = self._piece * self._parties
-        first, last = -(-self._front // turn), (self._front + self._count) // turn
-        if first < last:
-            begin = first * turn - self._front
-            whole = tensor[begin : begin + (last - first) * turn]
-            yield (
-                dealt[:, first:last].transpose(0, 1),
-                whole.view(last - first, self._parties, self._piece),
-            )
-        for edge in {0, self._rounds - 1} - {*range(first, last)} if self._rounds else ():
-            for party in range(self._parties):
-                at = edge * turn + party * self._piece - self._front
-                begin, end = max(at, 0), min(at + self._piece, self._count)
-                if begin < end:
-                    yield dealt[party, edge, begin - at : end - at], tensor[begin:end]
+        if self._parties > 1:
+            rows = rows.view(self._parties, -1, self._piece).transpose(0, 1)
+        begin = self._edges[0]
+        tensor.copy_(rows.reshape(-1)[begin : begin + len(tensor)])
 
     def part(self, party: int) -> slice:
-        """The range of a party's row that has elements of this tensor."""
-        base = 0 if self._parties == 1 else self._before(self._first - self._front, party)
-        begin, end = (self._before(self._first + i, party) for i in (0, self._count))
-        return slice(begin - base, end - base) if self._parties > 1 else slice(0, self._count)
+        """The range of a party's row that has elements of the tensor; empty without a row."""
+        if party >= self._parties:
+            return slice(0, 0)
+        base = (self._first - self._edges[0]) // self._parties
+        begin = 0 if self._from_start else self.before(self._first, party) - base
+        return slice(begin, self.before(self._end, party) - base)
 
-    def first(self, party: int) -> int:
-        """The number of the party's elements in the whole before this tensor."""
-        return self._before(self._first, party)
+    def cut(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of all rows."""
+        return [row[self.part(party)] for party, row in enumerate(rows)]
 
-    def origin(self, party: int) -> int:
-        """The index in the whole of the first element of the party's row."""
-        return self._first - self._front + party * self._piece
-
-    def _before(self, index: int, party: int) -> int:
+    def before(self, index: int, party: int) -> int:
         """The number of the party's elements before `index` in the whole."""
         turn, within = divmod(index, self._piece * self._parties)
-        mine = min(max(within - party * self._piece, 0), self._piece)
-        return turn * self._piece + mine
+        return turn * self._piece + min(max(within - party * self._piece, 0), self._piece)
 
 
-def part_of(count: int, parts: int, index: int, unit: int) -> slice:
-    """A part of a tensor that is cut at multiples of `unit`, as in csrc/core/layout.h."""
-    base, longer = divmod(-(-count // unit), parts)
-    begin = (index * base + min(index, longer)) * unit
-    end = begin + (base + (index < longer)) * unit
-    return slice(min(begin, count), min(end, count))
-
-
-# Encoded parts of a compressed operation, in the format of Compression.encode().
-#
-# The size of an encoded part depends only on the number of its elements, so the host reads nothing
-# from the device.
+# Encoded parts, in the format of Compression.encode().
 
 _ALIGNMENT = 16  # bytes
 
 
-class ShardCodec:
-    """Encodes parts of a tensor and decodes them, on the tensor's device.
+@dataclass(frozen=True)
+class Wires:
+    """Encodes parts of a stripe in fp32 and decodes them, on the current stream.
 
-    Args:
-        compression: the compression.
-        step: the training step.
-        device: the tensor's device.
-        codec: the codec of the whole tensor.
-        count: the number of its elements.
-        k: the number of elements that top-k selects.
+    The size of an encoded part depends only on the number of its elements, so the host reads
+    nothing from the device.
+
+    Attributes:
+        call: the call.
+        count: the number of the stripe's elements.
+        spread: a list of top-k has room for so many times the part's share of what it selects.
+        exact: values of top-k are sent in fp32.
     """
 
-    def __init__(
-        self,
-        compression: Compression,
-        step: int,
-        device: torch.device,
-        codec: _C.Codec,
-        count: int,
-        k: int,
-    ) -> None:
-        self._compression, self._step, self._device = compression, step, device
-        self._codec, self._count, self._k = codec, count, k
-        self._codecs = Codecs(device, checks=False)
+    call: CodedCall
+    count: int
+    spread: int = 1
+    exact: bool = False
 
-    def codec_of(self, count: int, spread: int = 1) -> _C.Codec:
-        """The codec of a part; a list of top-k has room for `spread` times the part's share."""
-        if not isinstance(self._compression, TopK):
-            return self._codec
-        return self._list(min(spread * self._share(count), count), self._compression.values)
-
-    def rooms(self, counts: list[int], spread: int = 1) -> torch.Tensor:
+    def rooms(self, counts: Sequence[int]) -> torch.Tensor:
         """Memory for encoded parts: rows of equal length."""
-        most = max(_C.encoded_bytes(self.codec_of(count, spread), count) for count in counts)
-        width = -(-most // _ALIGNMENT) * _ALIGNMENT
-        return torch.empty((len(counts), width), dtype=torch.uint8, device=self._device)
+        most = max(_C.encoded_bytes(self._codec(count), count) for count in counts)
+        shape = len(counts), -(-most // _ALIGNMENT) * _ALIGNMENT
+        return torch.empty(shape, dtype=torch.uint8, device=self.call.source.device)
 
     def encode(
         self,
         part: torch.Tensor,
         wire: torch.Tensor,
-        spread: int = 1,
-        *,
-        stream: int,
-        places: tuple[int, int, int] = (0, 0, 0),
+        stream: int = 0,
+        place: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
-        """Encodes fp32 elements.
+        """Encodes a part.
 
-        Args:
-            part: the elements.
-            wire: receives the bytes.
-            spread: see :meth:`codec_of`.
-            stream: a number that distinguishes the random bits.
-            places: the index of the first element; and the length of runs and the distance between
-                their beginnings, if the elements are not consecutive.
+        The random bits depend on `stream`, and on the place: the index of the first element; and
+        the length of runs and the distance between their beginnings, if there are several.
         """
-        self._encode(self.codec_of(len(part), spread), part, wire, stream, places)
+        if len(part):
+            first, run, stride = place
+            self._codecs.encode(
+                self._codec(len(part)), DTYPES[part.dtype], part.data_ptr(), len(part),
+                wire.data_ptr(), self.call.compression.seed, self.call.step, first, stream, run,
+                stride,
+            )  # fmt: skip
 
-    def decode(
-        self, wire: torch.Tensor, output: torch.Tensor, spread: int = 1, *, add: bool = False
-    ) -> None:
+    def decode(self, wire: torch.Tensor, output: torch.Tensor, add: bool = False) -> None:
         """Decodes a part, or adds it to `output`."""
-        self._decode(self.codec_of(len(output), spread), wire, output, add)
+        if len(output):
+            codec = self._codec(len(output))
+            self._codecs.decode(
+                codec, wire.data_ptr(), _C.encoded_bytes(codec, len(output)), len(output),
+                DTYPES[output.dtype], output.data_ptr(), add,
+            )  # fmt: skip
 
-    def largest(self, values: torch.Tensor, spread: int = 1) -> torch.Tensor:
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
         """The elements of a part that top-k selects; all others are zero."""
-        count = len(values)
-        codec = self._list(min(spread * self._share(count), count), torch.float32)
-        nbytes = _C.encoded_bytes(codec, count)
-        wire = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._encode(codec, values, wire, 0, (0, 0, 0))
+        exact = replace(self, exact=True)
+        (wire,) = exact.rooms([len(values)])
+        exact.encode(values, wire)
         selected = torch.empty_like(values)
-        self._decode(codec, wire, selected, False)
+        exact.decode(wire, selected)
         return selected
 
-    def _list(self, k: int, values: torch.dtype) -> _C.Codec:
-        return _C.Codec(CODECS["topk"], values=VALUES[values], k=k)
+    @cached_property
+    def _codecs(self) -> Codecs:
+        return Codecs(self.call.source.device, checks=False)
 
-    def _share(self, count: int) -> int:
-        return -(-self._k * count // self._count)
+    def _codec(self, count: int) -> _C.Codec:
+        """The codec of a part."""
+        compression = self.call.compression
+        if not isinstance(compression, TopK):
+            return self.call.codec
+        share = -(-self.call.selected(self.count) * count // self.count)
+        values = VALUES[torch.float32 if self.exact else compression.values]
+        return _C.Codec(CODECS["topk"], values=values, k=min(self.spread * share, count))
 
-    def _encode(
+
+# The phases of both operations.
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What all ranks have found in their contributions. The host does not read it.
+
+    Attributes:
+        overflow: a sum might not be finite.
+        stays: residuals stay as they are: after an overflow, or if nobody uses the gradient.
+    """
+
+    overflow: torch.Tensor
+    stays: torch.Tensor
+
+    def store(self, new: torch.Tensor, kept: torch.Tensor) -> None:
+        """Writes a new residual or velocity, unless it stays as it is."""
+        kept.copy_(torch.where(self.stays, kept, new))
+
+
+class Stripe:
+    """What this rank carries of a call; without elements if it carries no stripe.
+
+    Args:
+        span: the group.
+        call: the call.
+        gradient: this node's sums.
+        residual: what has not been sent yet; None without residuals.
+        velocity: momentum; None without one.
+
+    Attributes:
+        value: this node's contribution.
+        residual: receives the new residual; None without one.
+        velocity: the new velocity; None without one.
+        divisor: the divisor of sums.
+        wires: encodes results.
+        contributions: encodes contributions.
+    """
+
+    def __init__(
         self,
-        codec: _C.Codec,
-        part: torch.Tensor,
-        wire: torch.Tensor,
-        stream: int,
-        places: tuple[int, int, int],
+        span: InternodeProcessGroups,
+        call: CodedCall,
+        gradient: torch.Tensor,
+        residual: torch.Tensor | None,
+        velocity: torch.Tensor | None = None,
     ) -> None:
-        first, run, stride = places
-        self._codecs.encode(
-            codec, DTYPES[torch.float32], part.data_ptr(), len(part), wire.data_ptr(),
-            self._compression.seed, self._step, first, stream, run, stride,
-        )  # fmt: skip
+        self.span, self.call, self._gradient, self.value = span, call, gradient, gradient
+        self.divisor = span.world if call.op == "avg" else 1
+        self.wires = Wires(call, len(gradient))
+        self.contributions = replace(self.wires, spread=_C.topk_spread)
+        self._scale = self._inverse = self.velocity = self.residual = None
+        if call.scale is not None:
+            self._inverse = call.scale.reciprocal()
+            self._scale = call.scale + (self._inverse - self._inverse)  # NaN without an inverse
+        if velocity is not None:
+            self.value = self._scaled(velocity) * call.compression.momentum + gradient
+            self.velocity = self.unscaled(self.value)
+        if residual is not None:
+            self.value = self.value + self._scaled(residual)
+            self.residual = torch.empty_like(residual)
 
-    def _decode(self, codec: _C.Codec, wire: torch.Tensor, output: torch.Tensor, add: bool) -> None:
-        nbytes = _C.encoded_bytes(codec, len(output))
-        self._codecs.decode(
-            codec, wire.data_ptr(), nbytes, len(output), DTYPES[output.dtype], output.data_ptr(),
-            add,
-        )  # fmt: skip
+    def _scaled(self, kept: torch.Tensor) -> torch.Tensor:
+        return kept if self._scale is None else kept * self._scale
+
+    def unscaled(self, values: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        """Values of a contribution, times a factor, in the unit of residuals."""
+        if self._inverse is None:
+            return values * factor if factor != 1 else values
+        return values * (self._inverse * factor)
+
+    def agree(self) -> Preflight | None:
+        """All ranks' checks before they send anything; None without residuals.
+
+        After an overflow, the contribution has infinities. It is zero if it is not used.
+        """
+        span, call = self.span, self.call
+        if call.residual is None:
+            return None
+        dtype, op = DTYPES[call.source.dtype], OPS[call.op]
+        largest = _C.largest_safe(call.codec, dtype, op, len(span.nodes), span.world)
+        flags = torch.zeros(2, dtype=torch.uint8, device=call.source.device)
+        if len(self.value):
+            flags[0] = (self.value.abs().amax() <= largest).logical_not()  # also for NaNs
+            flags[1] = self._gradient.any() if call.hold_unused else 1
+        reduce_in_place(span, flags, "bor")
+        overflow, used = flags.bool()
+        limited = self.value.masked_fill(self.value > largest, math.inf)
+        limited.masked_fill_(self.value < -largest, -math.inf)
+        self.value = torch.where(overflow, limited, self.value)
+        if not call.hold_unused:
+            return Preflight(overflow, overflow)
+        self.value = torch.where(used, self.value, torch.zeros_like(self.value))
+        return Preflight(overflow, overflow | used.logical_not())
+
+    def add_up(
+        self,
+        sent: torch.Tensor,
+        given: torch.Tensor,
+        cut: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+        places: Sequence[tuple[int, int, int]],
+    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None]]:
+        """Phases 2 and 3: sends each node its part, and adds up this node's.
+
+        Args:
+            sent: what is sent.
+            given: the contribution.
+            cut: cuts these tensors into the nodes' parts.
+            places: of each part, for :meth:`Wires.encode`.
+
+        Returns:
+            The sums; and what the contribution loses, like `given`, or None without residuals.
+        """
+        span, wires, parts = self.span, self.contributions, cut(sent)
+        outgoing = wires.rooms([*map(len, parts)])
+        stream = span.here * span.stripes + span.index
+        for part, wire, place in zip(parts, outgoing, places, strict=True):
+            wires.encode(part, wire, stream, place)
+        incoming = torch.empty_like(outgoing)
+        transfer = span.carriers.all_to_all(incoming, outgoing)
+        lost = None
+        if self.residual is not None:
+            decoded = torch.zeros_like(given)
+            for wire, part in zip(outgoing, cut(decoded), strict=True):
+                wires.decode(wire, part)
+            lost = self.unscaled(given - decoded)
+        yield
+        transfer.wait()
+        total = torch.empty_like(parts[span.here])
+        for node, wire in enumerate(incoming):
+            wires.decode(wire, total, add=node > 0)
+        return total, lost
+
+    def keep_rounding(self, exact: torch.Tensor, lost: torch.Tensor) -> None:
+        """Adds to `lost` what results lose in the result's dtype."""
+        narrow = self.call.result.dtype
+        if narrow != exact.dtype:
+            lost.add_(self.unscaled(exact - rounded(exact, narrow).float(), self.divisor))
 
 
-# Compressed all-reduces on CUDA tensors of a group that spans nodes, over NCCL.
+def _gather(
+    span: InternodeProcessGroups, mine: torch.Tensor, begin: int, width: int
+) -> torch.Tensor:
+    """Rows of all stripes, with zeros around their elements; this rank's begin at `begin`."""
+    row = pad(mine, (begin, width - begin - len(mine)))
+    rows = row.new_empty((span.stripes, width))
+    gather_from_carriers(span, rows, row)
+    return rows
+
+
+# The all-reduce.
 
 _TILE_ELEMENTS = 4 << 20
 
 
-def all_reduce(between: NodeTopology, looks: bool, call: CodedCall) -> torch.Tensor | None:
+def all_reduce(span: InternodeProcessGroups, looks: bool, call: CodedCall) -> torch.Tensor | None:
     """Runs the operation.
 
     Returns:
         Whether a value was not finite, or too large; None without `looks`.
     """
-    for kept, copy in (
-        (call.residual, call.residual_before),
-        (call.velocity, call.velocity_before),
-    ):
-        if kept is not None and copy is not None:
-            copy.copy_(kept)
     if not call.source.numel():
         return None
-    turn = between.nodes * _owned(call.compression)
-    stripes = BlockCyclic(call.offset, call.source.numel(), turn, between.stripes)
-    gradient = _collect(between, stripes, call.source)
-    residual, velocity = (
-        None if kept is None else _collect(between, stripes, kept)
-        for kept in (call.residual, call.velocity)
-    )
-    stripe = None
-    if between.carries:
-        stripe = _Stripe(between, call, stripes, gradient, residual, velocity)
-    flags = None if stripe is None else stripe.find()
-    found = agree(between, call, flags)
-    result = None if stripe is None else stripe.exchange(found)
-    _spread(between, stripes, result, call.result)
-    for kept, made in (
-        (call.residual, None if stripe is None else stripe.residual),
-        (call.velocity, None if stripe is None else stripe.velocity),
-    ):
-        if kept is not None and found is not None:
-            _store(between, stripes, made, kept, found.keeps)
+    turn = len(span.nodes) * _owned(call.compression)
+    stripes = BlockCyclic(call.offset, call.source.numel(), turn, span.stripes)
+    stripe = Stripe(
+        span, call, _collect(span, stripes, call.source),
+        *(None if kept is None else _collect(span, stripes, kept)
+          for kept in (call.residual, call.velocity)),
+    )  # fmt: skip
+    found = stripe.agree()
+    result = call.result if span.single else torch.empty_like(stripe.value)
+    first = stripes.before(call.offset, span.index)
+    run_parts([_part(stripe, first, part, result) for part in _tiles(call, turn, first, result)])
+    mine = stripes.part(span.index)
+    if not span.single:
+        narrow = rounded(result, call.result.dtype)
+        stripes.collect(_gather(span, narrow, mine.start, stripes.width), call.result)
+    for kept, new in ((call.residual, stripe.residual), (call.velocity, stripe.velocity)):
+        if kept is None or new is None or found is None:
+            continue
+        if not span.single:  # elements of other stripes become zero
+            rows = kept.new_zeros((span.stripes, stripes.width))
+            rows[span.stripe][mine] = new
+            new = torch.empty_like(kept)
+            stripes.collect(rows, new)
+        found.store(new, kept)
     if not looks:
         return None
     seen = nonfinite(call.result)
@@ -439,14 +458,37 @@ def coded_mean_flow(
     density_step: int,
     kept: dict[str, torch.Tensor],
     algorithm: str,
-) -> Callable[[NodeTopology, int], object]:
-    """A function that averages a part of a bucket in place, at a step."""
+) -> Callable[[InternodeProcessGroups, int], object]:
+    """A function that averages a part of a bucket in place, at a step.
+
+    A tensor of `kept` with a name such as ``residual_before`` receives the old residual.
+    """
     check_two_shot(algorithm)
+    copied = [name for name in kept if f"{name}_before" in kept]
     call = CodedCall(
-        tensor, tensor, compression, "avg", 0, offset, density_step=density_step,
-        hold_unused=True, **kept,
+        tensor, tensor, compression, "avg", 0, offset, density_step=density_step, hold_unused=True,
+        **{name: kept[name] for name in kept if not name.endswith("_before")},
     )  # fmt: skip
-    return lambda between, step: all_reduce(between, False, replace(call, step=step))
+
+    def run(span: InternodeProcessGroups, step: int) -> None:
+        for name in copied:
+            kept[f"{name}_before"].copy_(kept[name])
+        all_reduce(span, False, replace(call, step=step))
+
+    return run
+
+
+def _collect(
+    span: InternodeProcessGroups, stripes: BlockCyclic, tensor: torch.Tensor
+) -> torch.Tensor:
+    """Phase 1: this rank's stripe of its node's sums."""
+    wide = tensor.float()
+    if span.single:
+        return wide
+    rows = stripes.rows(wide)
+    if rows.data_ptr() == tensor.data_ptr():
+        rows = rows.clone()  # sums may be computed in place
+    return sum_to_carriers(span, rows, "sum")[stripes.part(span.index)]
 
 
 def _owned(compression: Compression) -> int:
@@ -454,229 +496,143 @@ def _owned(compression: Compression) -> int:
     return _C.topk_chunk if isinstance(compression, TopK) else _C.owned_elements
 
 
-def _collect(between: NodeTopology, stripes: BlockCyclic, tensor: torch.Tensor) -> torch.Tensor:
-    """This node's sums in fp32: a carrier gets its stripe; other ranks' results are unused."""
-    wide = tensor.float()
-    if between.single:
-        return wide
-    rows = stripes.rows(wide)
-    if rows.data_ptr() == tensor.data_ptr():
-        rows = rows.clone()  # sums may be computed in place
-    return between.sum_to_carriers(rows, "sum")[stripes.part(between.index)]
+def _tiles(call: CodedCall, turn: int, first: int, stripe: torch.Tensor) -> list[slice]:
+    """Parts that begin with elements of the first node; top-k has a single part."""
+    length, cuts = max(_TILE_ELEMENTS // turn, 1) * turn, range(0)
+    if not isinstance(call.compression, TopK):
+        cuts = range(length - first % length, len(stripe), length)
+    ends = itertools.pairwise([0, *cuts, len(stripe)])
+    return [slice(begin, end) for begin, end in ends if begin < end]
 
 
-def _spread(
-    between: NodeTopology, stripes: BlockCyclic, mine: torch.Tensor | None, result: torch.Tensor
-) -> None:
-    """Writes all stripes to this node's ranks."""
-    if between.single:
-        return
-    rows = result.new_empty((between.stripes, stripes.width))
-    row = rows[0]
-    if mine is not None:
-        row = result.new_zeros(stripes.width)
-        row[stripes.part(between.index)] = rounded(mine, result.dtype)
-    between.gather_from_carriers(rows, row)
-    stripes.collect(rows, result)
+def _part(stripe: Stripe, first: int, part: slice, result: torch.Tensor) -> Iterator[None]:
+    """Phases 2 to 4 of a part of the stripe, which begins at `first` in the whole stripe."""
+    span, compression, wires = stripe.span, stripe.call.compression, stripe.wires
+    lists, piece = isinstance(compression, TopK), _owned(compression)
+    first += part.start
+    if lists:  # chunks begin with the stripe
+        first = first // piece * piece
+    # An element's random bits depend on its place.
+    random = isinstance(compression, Int8) and compression.rounding == "stochastic"
+    deal = BlockCyclic(first, part.stop - part.start, piece, len(span.nodes), from_start=random)
+    value = stripe.value[part]
+    sent = deal.rows(wires.largest(value) if lists else value)
+    given = deal.rows(value) if lists else sent
+    total, lost = yield from stripe.add_up(sent, given, deal.cut, deal.places)
+    left = None if lost is None else deal.cut(lost)[span.here]  # of the elements that it owns
+    sums = wires.largest(total) if lists else total
+    if lists and left is not None:
+        left.add_(stripe.unscaled(total.masked_fill(sums != 0, 0)))
+    sums = divided(sums, stripe.divisor)
+    results = wires.rooms([*map(len, deal.cut(sent))])
+    mine = torch.empty_like(results[0])
+    wires.encode(sums, mine, _C.result_stream, deal.places[span.here])
+    if left is not None:
+        decoded = torch.empty_like(sums, dtype=result.dtype)
+        wires.decode(mine, decoded)
+        left.add_(stripe.unscaled(sums - decoded.float(), stripe.divisor))
+        stripe.keep_rounding(decoded, left)
+    transfer = span.carriers.all_gather(results, mine)
+    if stripe.velocity is not None:
+        _stop(stripe.velocity, deal, sent, stripe.contributions)
+    yield
+    transfer.wait()
+    rows = torch.empty_like(sent, dtype=result.dtype)
+    for wire, target in zip(results, deal.cut(rows), strict=True):
+        wires.decode(wire, target)
+    deal.collect(rows, result[part])
+    if lost is not None and stripe.residual is not None:
+        deal.collect(lost, stripe.residual[part])
 
 
-def _store(
-    between: NodeTopology,
-    stripes: BlockCyclic,
-    mine: torch.Tensor | None,
-    kept: torch.Tensor,
-    keeps: torch.Tensor,
-) -> None:
-    """Writes the new values of this rank's stripe; values of other stripes become zero."""
-    if between.single and mine is not None:
-        kept.copy_(torch.where(keeps, mine, kept))
-        return
-    rows = kept.new_zeros((between.stripes, stripes.width))
-    if mine is not None:
-        rows[between.index][stripes.part(between.index)] = mine
-    new = torch.empty_like(kept)
-    stripes.collect(rows, new)
-    kept.copy_(torch.where(keeps, new, kept))
+def _stop(velocity: torch.Tensor, deal: BlockCyclic, sent: torch.Tensor, wires: Wires) -> None:
+    """Zeroes the velocity of the elements that are sent."""
+    taken = torch.zeros_like(sent)
+    for target, part in zip(deal.cut(taken), deal.cut(sent), strict=True):
+        target.copy_(wires.largest(part))
+    mask = torch.empty_like(velocity, dtype=torch.bool)
+    deal.collect(taken != 0, mask)
+    velocity.masked_fill_(mask, 0)
 
 
-class _Stripe:
-    """This rank's stripe of a call.
+# The reduce-scatter.
 
-    Attributes:
-        value: this node's contribution.
-        residual: the new residual; None without one.
-        velocity: the new velocity; None without one.
-        first: the index of the first element in the whole tensor's stripe.
-        count: the number of elements.
-        wires: encodes parts of the stripe.
+
+def reduce_scatter(
+    span: InternodeProcessGroups, looks: bool, call: CodedCall
+) -> torch.Tensor | None:
+    """Runs the operation: `call.source` holds a block per rank, and each rank gets its own.
+
+    Returns:
+        Whether a value was not finite, or too large, on any rank; None without `looks`.
     """
+    if not call.result.numel():
+        return None
+    order = span.node_order(call.source.device)
 
-    def __init__(
-        self,
-        between: NodeTopology,
-        call: CodedCall,
-        stripes: BlockCyclic,
-        gradient: torch.Tensor,
-        residual: torch.Tensor | None,
-        velocity: torch.Tensor | None,
-    ) -> None:
-        self.between, self.call = between, call
-        self.first, self.count = stripes.first(between.index), gradient.numel()
-        self._gradient = self.value = gradient
-        self._scale = self._inverse = None
-        if call.scale is not None:
-            self._inverse = call.scale.reciprocal()
-            self._scale = call.scale + (self._inverse - self._inverse)
-        self.velocity = self.residual = None
-        if velocity is not None:
-            self.value = self._scaled(velocity) * call.compression.momentum + gradient
-            self.velocity = self.unscaled(self.value)
-        if residual is not None:
-            self.value = self.value + self._scaled(residual)
-            self.residual = torch.empty_like(residual)
-        k = -(-call.k * self.count // call.source.numel())
-        self.wires = ShardCodec(
-            call.compression, call.step, gradient.device, call.codec, self.count, k
-        )
+    def in_node_order(blocks: torch.Tensor) -> torch.Tensor:
+        return blocks if span.ordered else blocks.view(span.world, -1)[order].view(-1)
 
-    def _scaled(self, kept: torch.Tensor) -> torch.Tensor:
-        return kept if self._scale is None else kept * self._scale
-
-    def unscaled(self, values: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-        """Values of a contribution, times a factor, in the unit of residuals."""
-        if self._inverse is None:
-            return values * factor if factor != 1 else values
-        return values * (self._inverse * factor)
-
-    def find(self) -> torch.Tensor:
-        """See :func:`preflight`."""
-        return preflight(self.between, self.call, self.value, self._gradient)
-
-    def exchange(self, found: Preflight | None) -> torch.Tensor:
-        """The sums or means of all nodes, decoded: in the call's result, or in fp32."""
-        self.value = sendable(self.between, self.call, self.value, found)
-        result = self.call.result
-        if not self.between.single:
-            result = torch.empty(self.count, dtype=torch.float32, device=self.value.device)
-        if self.count:
-            run_tiles([_CodedTile(self, part, result) for part in self._tiles()])
-        return result
-
-    def _tiles(self) -> list[slice]:
-        """Parts that begin with elements of the first node; top-k has a single part."""
-        if isinstance(self.call.compression, TopK):
-            return [slice(0, self.count)]
-        turn = self.between.nodes * _C.owned_elements
-        length = max(_TILE_ELEMENTS // turn, 1) * turn
-        cuts = [0, *range(length - self.first % length, self.count, length), self.count]
-        return [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
+    sizes = _sizes(span, call)
+    mine = slice(span.index, None if span.carries else 0, span.stripes)
+    counts = sizes[mine]
+    gradient = in_node_order(call.source.float())
+    if not span.single:
+        parts = torch.split(gradient, sizes)
+        stripes = [torch.cat(parts[stripe :: span.stripes]) for stripe in range(span.stripes)]
+        rows = pad_sequence(stripes, batch_first=True)
+        gradient = sum_to_carriers(span, rows, "sum")[: sum(counts)]
+    residual = given = None
+    if call.residual is not None:  # of this rank, not of its node
+        residual = in_node_order(call.residual)
+        given = torch.cat([gradient[:0], *torch.split(residual, sizes)[mine]])
+    stripe = Stripe(span, call, gradient, given)
+    found = stripe.agree()
+    made = call.result.new_empty(counts[span.here] if counts else 0)
+    if counts:
+        begins = [*itertools.accumulate([call.offset, *sizes[:-1]])]
+        run_parts([_scatter(stripe, counts, begins[mine], made)])
+    here = sizes[span.here * span.stripes :][: span.stripes]
+    rows = _gather(span, made, 0, max(here))
+    blocks = torch.cat([row[:size] for row, size in zip(rows, here, strict=True)])
+    call.result.copy_(blocks.view(-1, call.result.numel())[span.index])
+    if found is None or residual is None or stripe.residual is None:
+        flag = nonfinite(call.result).view(1).to(torch.uint8)
+        reduce_in_place(span, flag, "bor")
+        return flag[0].bool() if looks else None
+    kept, new = torch.split(residual, sizes)[mine], torch.split(stripe.residual, counts)
+    for to, values in zip(kept, new, strict=True):
+        found.store(values, to)
+    if not span.ordered and call.residual is not None:
+        call.residual.view(span.world, -1)[order] = residual.view(span.world, -1)
+    return found.overflow | nonfinite(call.result) if looks else None  # all ranks know already
 
 
-class _CodedTile:
-    """A part of a stripe; see :func:`pycomm._nccl.collectives.run_tiles`."""
+def _sizes(span: InternodeProcessGroups, call: CodedCall) -> list[int]:
+    """The number of elements that each stripe has of each node's blocks, node by node.
 
-    def __init__(self, stripe: _Stripe, part: slice, result: torch.Tensor) -> None:
-        self._stripe, self._part, self._result = stripe, part, result
-        self._between, self._wires = stripe.between, stripe.wires
-        compression, nodes = stripe.call.compression, stripe.between.nodes
-        self._lists, piece = isinstance(compression, TopK), _owned(compression)
-        first = stripe.first + part.start
-        if self._lists:  # chunks begin with the stripe
-            first = first // piece * piece
-        self._deal = BlockCyclic(first, part.stop - part.start, piece, nodes)
-        self._slices = [self._deal.part(node) for node in range(nodes)]
-        self._places = [(0, 0, 0)] * nodes
-        if isinstance(compression, Int8) and compression.rounding == "stochastic":
-            # An element's random bits depend on its place.
-            self._slices = [slice(0, part.stop) for part in self._slices]
-            origins = map(self._deal.origin, range(nodes))
-            self._places = [(origin, piece, piece * nodes) for origin in origins]
-        self._counts = [part.stop - part.start for part in self._slices]
-        self._transfer: Transfer | None = None
-        self._lost: torch.Tensor | None = None
+    Stripes begin at blocks of the codec, as in csrc/core/layout.h.
+    """
+    unit = call.compression.block if isinstance(call.compression, Int8) else SMALLEST_BLOCK
+    sizes, stripes = [], span.stripes
+    for ranks in span.nodes:
+        count = len(ranks) * call.result.numel()
+        base, longer = divmod(-(-count // unit), stripes)
+        cuts = [min((i * base + min(i, longer)) * unit, count) for i in range(stripes + 1)]
+        sizes += [end - begin for begin, end in itertools.pairwise(cuts)]
+    return sizes
 
-    def stage(self) -> None:
-        """Encodes the parts of all owners, and sends them."""
-        between, wires = self._between, self._wires
-        value = self._stripe.value[self._part]
-        sent = self._deal.rows(wires.largest(value) if self._lists else value)
-        outgoing = wires.rooms(self._counts, _C.topk_spread)
-        stream = between.here * between.stripes + between.index
-        for node, part, _ in self._owned_parts():
-            wires.encode(
-                sent[node][part], outgoing[node], _C.topk_spread, stream=stream,
-                places=self._places[node],
-            )  # fmt: skip
-        self._incoming = torch.empty_like(outgoing)
-        self._transfer = between.carriers.all_to_all(self._incoming, outgoing)
-        if self._stripe.residual is not None:
-            rows = self._deal.rows(value) if self._lists else sent
-            decoded = torch.zeros_like(rows)
-            for node, part, _ in self._owned_parts():
-                wires.decode(outgoing[node], decoded[node][part], _C.topk_spread)
-            self._lost = self._stripe.unscaled(rows - decoded)
-        if self._stripe.velocity is not None:
-            self._mask_velocity(sent)
 
-    def _mask_velocity(self, sent: torch.Tensor) -> None:
-        """Zeroes the velocity of the elements that are sent."""
-        taken = torch.zeros_like(sent)
-        for node, part, _ in self._owned_parts():
-            taken[node][part] = self._wires.largest(sent[node][part], _C.topk_spread)
-        assert self._stripe.velocity is not None
-        mask = torch.empty_like(self._stripe.velocity, dtype=torch.bool)
-        self._deal.collect(taken != 0, mask)
-        self._stripe.velocity.masked_fill_(mask, 0)
-
-    def reduce(self) -> None:
-        """Adds up the elements that this node owns, in the order of nodes, and sends the sums."""
-        between, wires = self._between, self._wires
-        assert self._transfer is not None
-        self._transfer.wait()
-        self._results = wires.rooms(self._counts)
-        mine = torch.empty_like(self._results[0])
-        for node, _, count in self._owned_parts():
-            if node == between.here:
-                total = torch.empty(count, dtype=torch.float32, device=mine.device)
-                for other, wire in enumerate(self._incoming):
-                    wires.decode(wire, total, _C.topk_spread, add=other > 0)
-                self._conclude(total, mine)
-        self._transfer = between.carriers.all_gather(self._results, mine)
-
-    def _conclude(self, total: torch.Tensor, wire: torch.Tensor) -> None:
-        """Encodes the sums that this node owns; its residual keeps the encoding's error."""
-        stripe, wires, here = self._stripe, self._wires, self._between.here
-        lost = None if self._lost is None else self._lost[here][self._slices[here]]
-        sums = wires.largest(total) if self._lists else total
-        if self._lists and lost is not None:
-            lost.add_(stripe.unscaled(total.masked_fill(sums != 0, 0)))
-        divisor = stripe.call.divisor(self._between)
-        sums = divided(sums, divisor)
-        wires.encode(sums, wire, stream=_C.result_stream, places=self._places[here])
-        if lost is None:
-            return
-        decoded = torch.empty(len(sums), dtype=self._result.dtype, device=sums.device)
-        wires.decode(wire, decoded)
-        lost.add_(stripe.unscaled(sums - decoded.float(), divisor))
-        narrow = stripe.call.result.dtype
-        if narrow != decoded.dtype:
-            lost.add_(stripe.unscaled(decoded - rounded(decoded, narrow).float(), divisor))
-
-    def gather(self) -> None:
-        """Decodes the results of all owners."""
-        assert self._transfer is not None
-        self._transfer.wait()
-        rows = torch.empty(
-            (len(self._counts), self._deal.width), dtype=self._result.dtype,
-            device=self._result.device,
-        )  # fmt: skip
-        for node, part, _ in self._owned_parts():
-            self._wires.decode(self._results[node], rows[node][part])
-        self._deal.collect(rows, self._result[self._part])
-        if self._lost is not None and self._stripe.residual is not None:
-            self._deal.collect(self._lost, self._stripe.residual[self._part])
-
-    def _owned_parts(self) -> list[tuple[int, slice, int]]:
-        """The nodes that own elements, the range in their rows, and the number of elements."""
-        found = zip(range(len(self._counts)), self._slices, self._counts, strict=True)
-        return [(node, part, count) for node, part, count in found if count]
+def _scatter(
+    stripe: Stripe, counts: list[int], begins: list[int], result: torch.Tensor
+) -> Iterator[None]:
+    """Phases 2 and 3 of the stripe, which has so many elements of each node's blocks."""
+    value, places = stripe.value, [(begin, 0, 0) for begin in begins]
+    total, lost = yield from stripe.add_up(
+        value, value, lambda tensor: torch.split(tensor, counts), places
+    )
+    mean = divided(total, stripe.divisor)
+    result.copy_(rounded(mean, result.dtype))
+    if lost is not None and stripe.residual is not None:
+        stripe.keep_rounding(mean, torch.split(lost, counts)[stripe.span.here])
+        stripe.residual.copy_(lost)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import queue
 import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,9 @@ def subgroup_of(group: Any, ranks: Sequence[int], timeout: float) -> Any:
 class StripePeers:
     """The ranks of all nodes that carry one stripe.
 
+    Transfers are torch's works, whose ``wait()`` makes the current stream wait, and raises no
+    errors. Until then the caller keeps the tensors.
+
     Args:
         store: a Store that only these ranks use.
         here: the index of this rank among them, which is its node's index.
@@ -63,21 +67,19 @@ class StripePeers:
         self._owner = os.getpid()
         self._backend = new_nccl(store, here, nodes)
 
-    def all_to_all(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
+    def all_to_all(self, output: torch.Tensor, given: torch.Tensor) -> Any:
         """Sends part m of `given` to node m; `output` receives a part of each node, in order."""
-        return self._start(
-            self._backend.alltoall_base, _bytes(output), _bytes(given), [], [], AllToAllOptions()
-        )
+        return self._backend.alltoall_base(_bytes(output), _bytes(given), [], [], AllToAllOptions())
 
-    def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> Transfer:
+    def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> Any:
         """Collects all nodes' `given` in `output`, in the order of nodes."""
-        return self._start(self._backend._allgather_base, _bytes(output), _bytes(given))
+        return self._backend._allgather_base(_bytes(output), _bytes(given))
 
-    def broadcast(self, tensor: torch.Tensor, node: int) -> Transfer:
+    def broadcast(self, tensor: torch.Tensor, node: int) -> Any:
         """Copies a node's tensor to all others."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = node, 0
-        return self._start(self._backend.broadcast, [_bytes(tensor)], options)
+        return self._backend.broadcast([_bytes(tensor)], options)
 
     def connect(self) -> None:
         """Makes NCCL connect now, on the current device, and not in the first operation.
@@ -85,8 +87,9 @@ class StripePeers:
         Raises:
             TimeoutError: another node has not come within the timeout.
         """
-        sums = torch.zeros(self._nodes, dtype=torch.float32, device="cuda")
-        self.all_gather(sums, sums[:1].clone()).wait()
+        numbers = torch.zeros(self._nodes, dtype=torch.float32, device="cuda")
+        mine = numbers[:1].clone()
+        self.all_gather(numbers, mine).wait()
         done = Point(torch.cuda.current_stream().record_event())
         deadline = time.monotonic() + self._timeout
         while not _happened(done):
@@ -113,23 +116,8 @@ class StripePeers:
         with contextlib.suppress(RuntimeError):  # another node has gone
             self._backend.shutdown()  # otherwise NCCL aborts running transfers
 
-    def _start(self, operation: Any, *arguments: Any) -> Transfer:
-        return Transfer(operation(*arguments), arguments)
-
 
 _inherited: list[Any] = []  # in a forked child: their end would wait for threads
-
-
-class Transfer:
-    """A running transfer. It keeps its tensors alive."""
-
-    def __init__(self, work: Any, tensors: Any) -> None:
-        self._work, self._tensors = work, tensors
-
-    def wait(self) -> None:
-        """Makes the current stream wait for the transfer; raises no errors."""
-        self._work.wait()
-        self._tensors = None
 
 
 class DeadlineThread:
@@ -151,7 +139,7 @@ class DeadlineThread:
         )
         start_thread(self._thread)
 
-    def add(self, begin: Event, end: Event) -> None:
+    def add(self, begin: Point, end: Point) -> None:
         """Watches the work between two events."""
         self._pairs.put((begin, end))
 
@@ -175,30 +163,16 @@ def _watch_pairs(
     overrun: weakref.WeakMethod[Callable[[], None]],
 ) -> None:
     while (pair := pairs.get()) is not None:
-        begin, end = pair
-        if not _await(begin, ending, None):
-            return
-        if not _await(end, ending, time.monotonic() + timeout):
-            call = overrun()
-            if call is not None and not ending.is_set():
-                call()
-            return
-
-
-def _await(event: Event, ending: threading.Event, deadline: float | None) -> bool:
-    """Waits for an event; False if the deadline has passed, or the thread must end."""
-    while not _happened(event):
-        late = deadline is not None and time.monotonic() > deadline
-        if late or ending.wait(_LOOK_EVERY):
-            return False
-    return True
-
-
-class Event(Protocol):
-    """A point in the work of a device, such as torch.cuda.Event."""
-
-    def query(self) -> bool:
-        """True if the work has come to this point."""
+        deadline = math.inf
+        for event in pair:
+            while not _happened(event):
+                late = time.monotonic() > deadline and not ending.is_set()
+                if late and (call := overrun()) is not None:
+                    call()
+                    return
+                if ending.wait(_LOOK_EVERY):
+                    return
+            deadline = time.monotonic() + timeout
 
 
 class Point:
@@ -212,7 +186,7 @@ class Point:
         return _C.cuda_completed(self._event.cuda_event)
 
 
-def _happened(event: Event) -> bool:
+def _happened(event: Point) -> bool:
     """True if the work has come to the event; a failed device never does."""
     try:
         return event.query()
@@ -220,7 +194,7 @@ def _happened(event: Event) -> bool:
         return False
 
 
-Pairs: TypeAlias = "queue.SimpleQueue[tuple[Event, Event] | None]"
+Pairs: TypeAlias = "queue.SimpleQueue[tuple[Point, Point] | None]"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -251,7 +225,11 @@ class InternodeProcessGroups:
         here: the index of this node.
         index: the index of this rank in its node.
         stripes: the number of ranks of every node that carry stripes.
+        carries: True if this rank carries a stripe.
+        stripe: the index of its stripe; if it carries none, of the last one.
         even: True if all nodes have the same number of ranks, and all ranks carry stripes.
+        single: True if every node has one rank.
+        ordered: True if the ranks are ascending from node to node.
     """
 
     def __init__(
@@ -264,36 +242,38 @@ class InternodeProcessGroups:
         collectives: Mapping[str, Collective],
         timeout: float,
     ) -> None:
-        self.node, self.carriers, self.collectives = node, carriers, collectives
+        self.node, self._carriers, self.collectives = node, carriers, collectives
         self.nodes, self.here, self.stripes = nodes.ranks, nodes.here, nodes.stripes
         self.rank, self.index = rank, nodes.local.index(rank)
         self.world = sum(map(len, nodes.ranks))
+        self.carries = self.index < nodes.stripes
+        self.stripe = min(self.index, nodes.stripes - 1)
         self.even = {len(ranks) for ranks in nodes.ranks} == {nodes.stripes}
+        self.single = self.world == len(nodes.ranks)
+        self.ordered = [*itertools.chain(*nodes.ranks)] == [*range(self.world)]
         self._core, self._timeout = core, timeout
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._orders: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+        self._orders: dict[torch.device, torch.Tensor] = {}  # a graph cannot capture their making
         self._watch: DeadlineThread | None = None
         self._overrun = False
+
+    @property
+    def carriers(self) -> StripePeers:
+        """The carriers of this rank's stripe."""
+        assert self._carriers is not None
+        return self._carriers
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """The node of a rank, and its index there."""
         node = next(m for m, ranks in enumerate(self.nodes) if rank in ranks)
         return node, self.nodes[node].index(rank)
 
-    def by_index(self, device: torch.device) -> torch.Tensor:
-        """All ranks, if nodes have equal size: the first rank of every node, then the second."""
-        return self._order(itertools.chain(*zip(*self.nodes, strict=True)), device)
-
-    def node_order(self, device: torch.device) -> torch.Tensor | None:
-        """All ranks, node by node; None if this is ascending order."""
-        ranks = list(itertools.chain(*self.nodes))
-        return None if ranks == sorted(ranks) else self._order(ranks, device)
-
-    def _order(self, ranks: Iterable[int], device: torch.device) -> torch.Tensor:
-        key = (*ranks,), device
-        if key not in self._orders:
-            self._orders[key] = torch.tensor(key[0], dtype=torch.int64, device=device)
-        return self._orders[key]
+    def node_order(self, device: torch.device) -> torch.Tensor:
+        """All ranks, node by node."""
+        if device not in self._orders:
+            ranks = [*itertools.chain(*self.nodes)]
+            self._orders[device] = torch.tensor(ranks, dtype=torch.int64, device=device)
+        return self._orders[device]
 
     def enqueue(
         self, device: torch.device, flow: Callable[[], None], tensors: Iterable[torch.Tensor]
@@ -344,7 +324,7 @@ class InternodeProcessGroups:
 
     def abort(self) -> None:
         """Ends running operations, here and on other nodes."""
-        carriers = self.carriers  # another thread may close the group
+        carriers = self._carriers  # another thread may close the group
         if carriers is not None:
             carriers.abort()
         if self.node is not None:
@@ -361,7 +341,7 @@ class InternodeProcessGroups:
         finally:
             if self._watch is not None:
                 self._watch.end()
-            carriers, self.carriers = self.carriers, None
+            carriers, self._carriers = self._carriers, None
             if carriers is not None:
                 carriers.close()
             if self.node is not None:

@@ -28,14 +28,14 @@ from pycomm._work import Work
 from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
-    from pycomm._nccl.collectives import NodeTopology
     from pycomm._nccl.process_groups import InternodeProcessGroups
     from pycomm._runtime.cuda import HostMirror
     from pycomm._training.residuals import Residuals
     from pycomm.compression import Compression
     from pycomm.group import Group
 
-    StepFlow = Callable[[NodeTopology, int], object]  # runs an operation over NCCL at a step
+    # Runs an operation over NCCL at a step.
+    StepFlow = Callable[[InternodeProcessGroups, int], object]
 
 T = TypeVar("T")
 
@@ -111,19 +111,16 @@ class BucketExchange:
     def enqueue(self, step: int, group: Group, device: torch.device) -> None:
         """Enqueues the operations on the current stream."""
         if (span := group._span) is not None:
-            span.enqueue(device, lambda: self._run_flows(span, device, step), self.tensors)
+            span.enqueue(device, lambda: self._run_flows(span, step), self.tensors)
             return
         for call in self._calls:
             call.set_step(step)
         group._cuda_side(device).run_bucket(self._calls, self.tensors)
 
-    def _run_flows(self, span: InternodeProcessGroups, device: torch.device, step: int) -> None:
-        from pycomm._nccl.collectives import NodeTopology
-
-        between = NodeTopology(span, device)
+    def _run_flows(self, span: InternodeProcessGroups, step: int) -> None:
         for part in self._parts:
             assert not isinstance(part.call, _C.Call)
-            part.call(between, step)
+            part.call(span, step)
 
     def give_back(self) -> None:
         """Adds the means to this rank's residuals, after an exchange whose result is dropped."""
