@@ -252,12 +252,13 @@ class NcclExchange:
         span.carriers.all_gather(mine, self.source).wait()
         rows = self.source.new_empty((span.stripes, len(span.nodes) * count))
         gather_from_carriers(span, rows, mine)
-        by_index = rows.view(span.stripes, len(span.nodes), count)
-        self.result.view(span.world, count)[self._by_index()] = by_index
+        alike = _ALIKE.get(self.source.dtype, self.source.dtype)
+        blocks = self.result.view(alike).view(span.world, -1)
+        blocks[self._by_index()] = rows.view(alike).view(span.world, -1)
 
     def _by_index(self) -> torch.Tensor:
         """The ranks of equal nodes: the first rank of every node, then the second."""
-        return self.span.node_order(self.source.device).view(-1, self.span.stripes).t()
+        return self.span.node_order(self.source.device).view(-1, self.span.stripes).t().flatten()
 
     def broadcast(self) -> None:
         """Sends the root's tensor inside its node, in stripes between nodes, and gathers them."""

@@ -6,18 +6,17 @@ Phases and bits are the same as in csrc/cpu/internode/group.h:
      sums.
   2. Stage: each carrier encodes each node's part of its stripe, and sends each node its part. The
      encoding's error stays in the residual.
-  3. Reduce: the owner adds the parts in node order.
-  4. Gather: the owner encodes the sums and sends them to all nodes. Each carrier decodes the sums,
-     and its node collects the stripes.
+  3. Reduce: the owner adds the parts in node order, encodes the sums, and sends them to all nodes.
+  4. Gather: each carrier decodes the sums, and its node collects the stripes.
 
-An all-reduce also collects the ranks' residuals, and its stripes take turns by index. Top-k selects
-from the whole stripe before phase 2, and the owner sends its share of the largest sums
+An all-reduce collects the ranks' residuals, too, and its stripes take turns by index. Top-k selects
+from the whole stripe before phase 2, and in phase 3 the owner sends its share of the largest sums
 (csrc/core/codecs/topk.h). In a reduce-scatter, the blocks of each node are consecutive, and each
-carrier has a stripe of them; sums are not encoded, and the node's ranks collect them.
+carrier has a stripe of them. Its sums are not encoded again: each node keeps its own.
 
 The host reads nothing that a device has computed, so a CUDA graph can capture the operation. If a
 stripe takes S encoded bytes, each of H nodes sends and receives (H-1)/H S in phase 2 and again in
-phase 4; lists of top-k take twice that in phase 2.
+phase 3 of an all-reduce; lists of top-k take twice that in phase 2.
 """
 
 from __future__ import annotations
@@ -342,7 +341,8 @@ class Stripe:
         flags = torch.zeros(2, dtype=torch.uint8, device=call.source.device)
         if len(self.value):
             flags[0] = (self.value.abs().amax() <= largest).logical_not()  # also for NaNs
-            flags[1] = self._gradient.any() if call.hold_unused else 1
+            if call.hold_unused:
+                flags[1] = self._gradient.any()
         reduce_in_place(span, flags, "bor")
         overflow, used = flags.bool()
         limited = self.value.masked_fill(self.value > largest, math.inf)
@@ -360,7 +360,7 @@ class Stripe:
         cut: Callable[[torch.Tensor], Sequence[torch.Tensor]],
         places: Sequence[tuple[int, int, int]],
     ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None]]:
-        """Phases 2 and 3: sends each node its part, and adds up this node's.
+        """Phase 2, and the sums of phase 3: sends each node its part, and adds up this node's.
 
         Args:
             sent: what is sent.
@@ -431,7 +431,12 @@ def all_reduce(span: InternodeProcessGroups, looks: bool, call: CodedCall) -> to
     found = stripe.agree()
     result = call.result if span.single else torch.empty_like(stripe.value)
     first = stripes.before(call.offset, span.index)
-    run_parts([_part(stripe, first, part, result) for part in _tiles(call, turn, first, result)])
+    run_parts(
+        [
+            _all_reduce_part(stripe, first, part, result)
+            for part in _tiles(call, turn, first, result)
+        ]
+    )
     mine = stripes.part(span.index)
     if not span.single:
         narrow = rounded(result, call.result.dtype)
@@ -505,7 +510,9 @@ def _tiles(call: CodedCall, turn: int, first: int, stripe: torch.Tensor) -> list
     return [slice(begin, end) for begin, end in ends if begin < end]
 
 
-def _part(stripe: Stripe, first: int, part: slice, result: torch.Tensor) -> Iterator[None]:
+def _all_reduce_part(
+    stripe: Stripe, first: int, part: slice, result: torch.Tensor
+) -> Iterator[None]:
     """Phases 2 to 4 of a part of the stripe, which begins at `first` in the whole stripe."""
     span, compression, wires = stripe.span, stripe.call.compression, stripe.wires
     lists, piece = isinstance(compression, TopK), _owned(compression)
@@ -534,7 +541,7 @@ def _part(stripe: Stripe, first: int, part: slice, result: torch.Tensor) -> Iter
         stripe.keep_rounding(decoded, left)
     transfer = span.carriers.all_gather(results, mine)
     if stripe.velocity is not None:
-        _stop(stripe.velocity, deal, sent, stripe.contributions)
+        _mask_velocity(stripe.velocity, deal, sent, stripe.contributions)
     yield
     transfer.wait()
     rows = torch.empty_like(sent, dtype=result.dtype)
@@ -545,7 +552,9 @@ def _part(stripe: Stripe, first: int, part: slice, result: torch.Tensor) -> Iter
         deal.collect(lost, stripe.residual[part])
 
 
-def _stop(velocity: torch.Tensor, deal: BlockCyclic, sent: torch.Tensor, wires: Wires) -> None:
+def _mask_velocity(
+    velocity: torch.Tensor, deal: BlockCyclic, sent: torch.Tensor, wires: Wires
+) -> None:
     """Zeroes the velocity of the elements that are sent."""
     taken = torch.zeros_like(sent)
     for target, part in zip(deal.cut(taken), deal.cut(sent), strict=True):
@@ -591,7 +600,7 @@ def reduce_scatter(
     made = call.result.new_empty(counts[span.here] if counts else 0)
     if counts:
         begins = [*itertools.accumulate([call.offset, *sizes[:-1]])]
-        run_parts([_scatter(stripe, counts, begins[mine], made)])
+        run_parts([_reduce_scatter_part(stripe, counts, begins[mine], made)])
     here = sizes[span.here * span.stripes :][: span.stripes]
     rows = _gather(span, made, 0, max(here))
     blocks = torch.cat([row[:size] for row, size in zip(rows, here, strict=True)])
@@ -623,10 +632,10 @@ def _sizes(span: InternodeProcessGroups, call: CodedCall) -> list[int]:
     return sizes
 
 
-def _scatter(
+def _reduce_scatter_part(
     stripe: Stripe, counts: list[int], begins: list[int], result: torch.Tensor
 ) -> Iterator[None]:
-    """Phases 2 and 3 of the stripe, which has so many elements of each node's blocks."""
+    """Phases 2 and 3 of the stripe, with the sizes of its parts and where they begin."""
     value, places = stripe.value, [(begin, 0, 0) for begin in begins]
     total, lost = yield from stripe.add_up(
         value, value, lambda tensor: torch.split(tensor, counts), places

@@ -106,7 +106,7 @@ def other_forms(group: pycomm.Group, device: str) -> list[torch.Tensor]:
     seen = []
     x = values(torch.float32, 3_000_001, group.rank).to(device)
     seen.append(pycomm.all_reduce(x.clone(), "avg", group=group))
-    for dtype in (torch.bool, torch.float8_e5m2):
+    for dtype in (torch.bool, torch.float8_e5m2, torch.uint16):
         x = values(torch.float32, 3001, group.rank).to(dtype).to(device)
         gathered = torch.empty(3001 * group.size, dtype=dtype, device=device)
         seen.append(pycomm.all_gather(gathered, x, group=group))
