@@ -154,8 +154,10 @@ class BlockCyclic:
         """Writes the elements of :meth:`rows` back to their places in the tensor."""
         if self._parties > 1:
             rows = rows.view(self._parties, -1, self._piece).transpose(0, 1)
-        begin = self._edges[0]
-        tensor.copy_(rows.reshape(-1)[begin : begin + len(tensor)])
+        if any(self._edges):
+            begin = self._edges[0]
+            rows = rows.reshape(-1)[begin : begin + len(tensor)]
+        tensor.view(rows.shape).copy_(rows)
 
     def part(self, party: int) -> slice:
         """The range of a party's row that has elements of the tensor; empty without a row."""

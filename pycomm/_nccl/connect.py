@@ -154,6 +154,7 @@ class _Attempt:
         self._span = span = InternodeProcessGroups(
             made._core, nodes, made.rank, node, carriers, COLLECTIVES, made.timeout
         )
+        span.node_order(torch.device("cuda", self._device))  # now: no graph can capture it
         if self._over:  # end() was called before
             _drop(span)
         elif carriers is not None:

@@ -253,7 +253,7 @@ class InternodeProcessGroups:
         self.ordered = [*itertools.chain(*nodes.ranks)] == [*range(self.world)]
         self._core, self._timeout = core, timeout
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._orders: dict[torch.device, torch.Tensor] = {}  # a graph cannot capture their making
+        self._orders: dict[torch.device, torch.Tensor] = {}
         self._watch: DeadlineThread | None = None
         self._overrun = False
 
