@@ -1,4 +1,4 @@
-# make demo, make test: everything from nothing. Needs python3 (3.10 to 3.13), a C++ compiler and make.
+# make demo, make test: everything from nothing. Needs python3 (3.11 to 3.14), a C++ compiler and make.
 PYTHON ?= python3
 VENV ?= .venv
 # Any torch from 2.11 on; a plain "torch" also works and brings CUDA along.

@@ -39,7 +39,7 @@ from pycomm.errors import PycommError
 from pycomm.group import Group
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from pycomm._runtime.cuda import HostMirror
     from pycomm._training.explain import ExchangePlan

@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -166,7 +166,7 @@ class Results(Generic[AnyRow]):
 def circumstances(command: str) -> dict[str, Any]:
     """Date, command, machine and software of a run; names neither host nor user."""
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "machine": {
             "cpu": collect_env.cpu_model(),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-from typing_extensions import Unpack
 
 from pycomm.optim._optimizer import FusedOptimizer
 from pycomm.optim._options import Group, Options, check_betas, check_rates

@@ -5,15 +5,10 @@ test_wheel.py has the same for the wheel.
 
 import re
 import shutil
-import sys
+import tomllib
 
 import pytest
 from cpp_example import EXAMPLE, INSTALLED, OBJECTS, PACKAGE, ROOT, check_example, cmake
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def built(folder, *options):
