@@ -23,7 +23,8 @@ cmake_prefix_path = __path__[0]
 
 # Where names are defined; __init__.pyi tells type checkers the same.
 _HOMES = {
-    "pycomm._init": ("default_group", "init", "join", "set_default_group"),
+    "pycomm._init": ("default_group", "init", "set_default_group"),
+    "pycomm._join": ("join",),
     "pycomm._runtime.plan": ("Plan",),
     "pycomm._training.explain": ("BucketPlan", "ExchangePlan"),
     "pycomm._training.sharding": ("Sharding",),

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +24,8 @@ from pycomm._inputs import (
     seconds,
 )
 from pycomm._names import refuse_retired
-from pycomm._runtime import log, rendezvous
+from pycomm._runtime import rendezvous
 from pycomm._runtime.torch_private import backends_of, is_alive, store_of
-from pycomm.errors import CollectiveError
 from pycomm.group import (
     DEFAULT_MAX_BLOCKS,
     DEFAULT_STAGING_BYTES,
@@ -42,7 +40,6 @@ from pycomm.group import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pycomm._nccl.process_groups import InternodeProcessGroups
     from pycomm._runtime.grow import Growth
     from pycomm._runtime.rendezvous import RendezvousResult
 
@@ -205,33 +202,10 @@ def _make(members: RendezvousResult, rank: int, ranks: Sequence[int], options: _
             lambda members, ranks: _complete(members, ranks, options),
         )
     if members.nccl:
-        made._span = _join_nodes(made, members, options)
+        from pycomm._nccl.connect import join_nodes
+
+        made._span = join_nodes(made, members, options.process_group, options.max_blocks)
     return made
-
-
-def _join_nodes(
-    made: Group, members: RendezvousResult, options: _Options
-) -> InternodeProcessGroups | None:
-    """Connects the nodes over NCCL; a collective call.
-
-    Returns:
-        None if that failed on a rank, so that Gloo is used instead.
-
-    Raises:
-        pycomm.CollectiveError: a rank has died.
-    """
-    from pycomm._nccl.connect import connect_nodes
-
-    process_group = options.process_group
-    assert process_group is not None, "a group that has grown has no NCCL"
-    try:
-        return connect_nodes(made, members, process_group, options.max_blocks)
-    except CollectiveError as error:
-        if not made._core.usable():
-            made.close()  # not abort(), which could hide the failure from others
-            raise
-        log.fallback(made, "%s: Gloo carries CUDA tensors through host memory", error)
-        return None
 
 
 def _serve(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Options) -> None:
@@ -280,38 +254,6 @@ def _make_larger(members: RendezvousResult, rank: int, terms: Mapping[str, Any])
     mine = members.everyone[rank]
     options = _Options(None, rank, mine, terms["timeout"], terms["max_blocks"])
     return _complete(members, range(len(members.everyone)), options)
-
-
-def join(address: str | os.PathLike[str], timeout: float | timedelta | None = None) -> Group:
-    """Joins a running group, as soon as its members call :meth:`pycomm.Group.grow`.
-
-    This process needs neither torchrun nor torch.distributed. It becomes one of the last ranks of
-    the larger group, and takes over the group's options. The larger group becomes the default group
-    if there is none.
-
-    Args:
-        address: the group's :attr:`pycomm.Group.address`; or the path of a file with an address per
-            line. Each try reads the file again, so the members may write new addresses.
-        timeout: how long to wait until the members let this process in, in seconds or as a
-            timedelta.
-
-    Returns:
-        This rank's membership in the larger group.
-
-    Raises:
-        ValueError: `address` is not an address; or the group refuses this process, because the
-            secret is not the group's, this process runs another build of pycomm, or it belongs to
-            another user than the ranks of this node.
-        pycomm.Timeout: the members have not let this process in before the timeout.
-        pycomm.CollectiveError: letting this process in has failed until the timeout.
-    """
-    from pycomm._runtime.grow import Address, enter, read_addresses
-
-    patience = seconds(timeout, DEFAULT_TIMEOUT)
-    if isinstance(address, str):
-        addresses = [Address.parse(address)]
-        return _adopt(enter(lambda: addresses, patience, _make_larger))
-    return _adopt(enter(lambda: read_addresses(Path(address)), patience, _make_larger))
 
 
 def default_group() -> Group:

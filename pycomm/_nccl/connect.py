@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from pycomm._inputs import operation_of
 from pycomm._nccl.collectives import COLLECTIVES
 from pycomm._nccl.process_groups import InternodeProcessGroups, StripePeers, subgroup_of
-from pycomm._runtime import host, rendezvous
+from pycomm._runtime import host, log, rendezvous
 from pycomm._runtime.cuda import join_processes
 from pycomm._runtime.threads import Deadline, start_thread
 from pycomm.errors import CollectiveError
@@ -36,6 +36,31 @@ _LOOK_EVERY = 0.01  # seconds
 _PATIENCE_AT_END = 0.2  # seconds
 _LONGEST_REASON = 500  # bytes
 _STEPS = 2  # before NCCL's first operation: joins its node's group, and makes its carriers
+
+
+def join_nodes(
+    made: Group,
+    members: RendezvousResult,
+    process_group: dist.ProcessGroup | None,
+    max_blocks: int,
+) -> InternodeProcessGroups | None:
+    """Connects the nodes of a new group; a collective call; arguments of :func:`connect_nodes`.
+
+    Returns:
+        None if that failed on a rank, so that Gloo is used instead.
+
+    Raises:
+        pycomm.CollectiveError: a rank has died.
+    """
+    assert process_group is not None, "a group that has grown has no NCCL"
+    try:
+        return connect_nodes(made, members, process_group, max_blocks)
+    except CollectiveError as error:
+        if not made._core.usable():
+            made.close()  # not abort(), which could hide the failure from others
+            raise
+        log.fallback(made, "%s: Gloo carries CUDA tensors through host memory", error)
+        return None
 
 
 def connect_nodes(
