@@ -168,6 +168,31 @@ class Group:
         allocation = self._core.allocate(count * dtype.itemsize)
         return torch.frombuffer(allocation, dtype=torch.uint8).view(dtype)[:count].view(shape)
 
+    def peers(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Returns every rank's tensor where it lies in shared memory; a collective call.
+
+        Reading and writing one needs no operation, and nothing orders it with what other ranks do:
+        call :func:`pycomm.barrier` between, on CUDA after ``torch.cuda.synchronize()``. Call this
+        once per tensor. Its memory is not used again, so that the others' views stay valid if this
+        rank frees the tensor, closes the group or ends. After a failure of the group, views may
+        have become other memory than their rank's tensor.
+
+        Args:
+            tensor: one from :meth:`empty`, or a view of one; with the same shape, dtype and
+                strides on all ranks.
+
+        Returns:
+            A tensor for each rank, its own included, on this rank's device.
+
+        Raises:
+            ValueError: on all ranks: a rank's tensor is not in shared memory, it has no elements,
+                or the group spans nodes.
+            pycomm.Mismatch: shape, dtype, strides or kind of device differ; on all ranks.
+        """
+        from pycomm._runtime.peers import peers
+
+        return peers(self, self._window, self._cuda, tensor)
+
     def trim(self) -> None:
         """Frees working memory that operations keep for later operations.
 

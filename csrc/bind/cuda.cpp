@@ -5,7 +5,7 @@
 #include "bind/gil.h"
 #include "bind/python.h"
 #include "core/backend_table.h"
-#include "cpu/memory/free_ranges.h"
+#include "cpu/memory/device_heap.h"
 #include "cuda/codecs/wire.h"
 #include "cuda/group.h"
 
@@ -26,6 +26,24 @@ struct DeleteWithoutGil {
     delete group;
   }
 };
+
+// Without an endpoint, the memory is no device's, and nothing is waited for.
+std::shared_ptr<cpu::DeviceHeap> make_heap(std::uintptr_t begin, std::int64_t bytes,
+                                           const std::shared_ptr<Endpoint>& endpoint,
+                                           const std::shared_ptr<cpu::Group>& host) {
+  if (endpoint == nullptr) {
+    return std::make_shared<cpu::DeviceHeap>(begin, bytes, [] { return true; });
+  }
+  // Tensors keep the heap, but must not keep the group.
+  const auto wait = [known = std::weak_ptr(endpoint), of = std::weak_ptr(host)] {
+    const auto device = known.lock();
+    const auto group = of.lock();
+    if (device == nullptr || group == nullptr) return false;
+    device->synchronize();
+    return device->failure().reason == Reason::none && group->abort_word() == 0;
+  };
+  return std::make_shared<cpu::DeviceHeap>(begin, bytes, wait);
+}
 
 void run_bucket(cuda::Group& group, const std::vector<Call>& calls, std::uintptr_t nonfinite,
                 std::uintptr_t workspace, std::uintptr_t stream) {
@@ -90,20 +108,6 @@ std::int64_t cuda_select(int device, std::uintptr_t stream, std::uintptr_t works
 
 void bind_cuda(py::module_& m) {
   m.attr("has_cuda") = cuda::available();
-  py::class_<cpu::FreeRanges>(m, "FreeRanges")
-      .def(py::init([](std::int64_t bytes, std::int64_t unit) {
-             return std::make_unique<cpu::FreeRanges>(Range{0, bytes}, unit);
-           }),
-           py::arg("bytes"), py::arg("unit"))
-      .def("take",
-           [](cpu::FreeRanges& ranges, std::int64_t bytes) {
-             const auto taken = ranges.take(bytes);
-             return taken ? std::optional(std::pair(taken->begin, taken->count)) : std::nullopt;
-           })
-      .def("give", [](cpu::FreeRanges& ranges, std::int64_t begin,
-                      std::int64_t count) { ranges.give({begin, count}); })
-      .def_property_readonly("total", &cpu::FreeRanges::total)
-      .def_property_readonly("largest", &cpu::FreeRanges::largest);
   py::class_<Endpoint, std::shared_ptr<Endpoint>>(m, "CudaEndpoint")
       .def(py::init([](int device, int rank, int ranks, int lanes, std::int64_t staging_bytes,
                        std::int64_t window_bytes, double timeout,
@@ -117,6 +121,14 @@ void bind_cuda(py::module_& m) {
            py::arg("staging_bytes"), py::arg("window_bytes"), py::arg("timeout"),
            py::arg("windows"), py::arg("one_address_space"), py::arg("stage_always"),
            py::call_guard<WithoutGil>());
+  py::class_<cpu::DeviceHeap, std::shared_ptr<cpu::DeviceHeap>>(m, "DeviceHeap")
+      .def(py::init(&make_heap), py::arg("begin"), py::arg("bytes"), py::arg("endpoint").none(true),
+           py::arg("host").none(true))
+      .def("take", &cpu::DeviceHeap::take, py::arg("bytes"), py::arg("may_wait"),
+           py::call_guard<WithoutGil>())
+      .def("release", &cpu::DeviceHeap::release)
+      .def("close", &cpu::DeviceHeap::close, py::call_guard<WithoutGil>())
+      .def("refusal", &cpu::DeviceHeap::refusal, py::arg("bytes"));
   py::class_<HostRegistration>(m, "CudaHostRegistration")
       .def(py::init([](int device, const std::shared_ptr<cpu::Group>& group, int rank,
                        std::int64_t offset, std::int64_t bytes) {

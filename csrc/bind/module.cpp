@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
+
 #include "bind/fast_call.h"
 #include "bind/gil.h"
 #include "bind/python.h"
@@ -27,23 +29,47 @@ using cpu::Transport;
 using cpu::Window;
 using cpu::Work;
 
-// Memory in a rank's heap, which Python accesses through the buffer protocol.
+// Memory in a rank's heap, which Python accesses through the buffer protocol. Made and destroyed by
+// threads that have the GIL.
 class Allocation {
  public:
   Allocation(std::shared_ptr<Heap> heap, std::int64_t bytes)
-      : heap_(std::move(heap)), bytes_(bytes), data_(heap_->allocate(bytes)) {}
-  ~Allocation() { heap_->free(data_); }
+      : heap_(std::move(heap)), bytes_(bytes), data_(take(*heap_, bytes)) {
+    all_[data_] = this;
+  }
+  ~Allocation() {
+    all_.erase(data_);
+    if (!lent_) heap_->free(data_);
+  }
   Allocation(const Allocation&) = delete;
   Allocation& operator=(const Allocation&) = delete;
+
+  // The memory around this address stays as long as the window's file, because other ranks use it
+  // from now on, and do not say until when.
+  static void lend(std::uintptr_t address) {
+    const auto data = reinterpret_cast<std::byte*>(address);
+    const auto after = all_.upper_bound(data);
+    if (after == all_.begin()) return;
+    Allocation& allocation = *std::prev(after)->second;
+    if (data < allocation.data_ + allocation.bytes_) allocation.lent_ = true;
+  }
 
   py::buffer_info buffer() const {
     return {data_, 1, py::format_descriptor<std::uint8_t>::format(), 1, {bytes_}, {1}};
   }
 
  private:
+  static std::byte* take(Heap& heap, std::int64_t bytes) {
+    const WithoutGil no_gil;
+    return heap.allocate(bytes);
+  }
+
   std::shared_ptr<Heap> heap_;
   std::int64_t bytes_;
   std::byte* data_;
+  bool lent_ = false;
+
+  static inline std::map<std::byte*, Allocation*> all_;  // by address
 };
 
 // Destroying a group may wait for its worker, so other threads must be able to run.
@@ -125,7 +151,8 @@ void bind_works_and_windows(py::module_& m) {
       });
 
   py::class_<Allocation>(m, "Allocation", py::buffer_protocol())
-      .def_buffer([](Allocation& allocation) { return allocation.buffer(); });
+      .def_buffer([](Allocation& allocation) { return allocation.buffer(); })
+      .def_static("lend", &Allocation::lend, py::arg("address"));
 
   py::class_<Process, std::shared_ptr<Process>>(m, "Process")
       .def_static("find", &Process::find, py::arg("pid"))
@@ -256,12 +283,10 @@ void bind_group(py::module_& m) {
           py::arg("patience"), py::arg("excluded"), py::call_guard<WithoutGil>())
       .def(
           "close", [](Group& group) { group.close(check_signals); }, py::call_guard<WithoutGil>())
-      .def(
-          "allocate",
-          [](Group& group, std::int64_t bytes) {
-            return std::make_unique<Allocation>(group.heap(), bytes);
-          },
-          py::call_guard<WithoutGil>())
+      .def("allocate",
+           [](Group& group, std::int64_t bytes) {
+             return std::make_unique<Allocation>(group.heap(), bytes);
+           })
       .def("allocate_for_good", &Group::allocate_for_good, py::arg("bytes"),
            py::call_guard<WithoutGil>())
       .def("offset_of", &Group::offset_of, py::arg("data"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import collections
 import contextlib
 import threading
 import weakref
@@ -68,25 +67,27 @@ class CudaSide:
         endpoint: _C.CudaEndpoint,
         shared: _C.CudaSharedLaunch | None,
         lanes: int,
-        heap: torch.Tensor | None,
+        heap: CudaHeap | None,
         keep: Any,
     ) -> None:
         self.device = device
         self.transport = transport
         self.lanes = lanes
         self.shares_device = shared is not None
-        self._size = group.size
+        self._rank, self._size = group.rank, group.size
         self._core = _C.CudaGroup(group._core, endpoint, shared)
         # What C enqueues operations with; None if Python has to look at each.
         has_one_way = not self.shares_device and len(group.nodes) == 1
         self._short_way = self._core if has_one_way else None
-        self._heap = None if heap is None else CudaHeap(heap, self._core.check)
+        self._heap = heap
         self._keep = keep  # the memory behind the windows
         cuda_made(group, device, transport, lanes)
 
     def close(self) -> None:
         """Waits for all enqueued work, then releases the windows."""
         self._short_way = None
+        if self._heap is not None:
+            self._heap.ranges.close()
         self._core.close()
         self._heap = self._keep = None
 
@@ -158,11 +159,32 @@ class CudaSide:
         """Makes a tensor in the window's heap."""
         if self.transport == "threads":
             return torch.empty(shape, dtype=dtype, device=self.device)
+        try:
+            return self._present_heap().empty(shape, dtype)
+        except MemoryError:
+            self._core.check()  # after a failure, memory of tensors that are gone is not free
+            raise
+
+    def _present_heap(self) -> CudaHeap:
         if self._heap is None:
             raise MemoryError(
                 "the CUDA window has no heap, because CUDA tensors go through pinned host memory"
             )
-        return self._heap.empty(shape, dtype)
+        return self._heap
+
+    def place_of(self, tensor: torch.Tensor) -> int:
+        """The offset of a tensor in the window's heap; -1 if it lies elsewhere."""
+        if self._heap is None or tensor not in self._heap:
+            return -1
+        return tensor.data_ptr() - self._heap.every[self._rank]
+
+    def at(self, rank: int, place: int) -> tuple[int, Any]:
+        """The address of an offset in a rank's heap, and what keeps it mapped."""
+        return self._present_heap().every[rank] + place, self._keep
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """Keeps a tensor in the heap for good."""
+        self._present_heap().lent.append(tensor.untyped_storage())
 
 
 class CudaHeap:
@@ -175,55 +197,49 @@ class CudaHeap:
 
     Args:
         memory: all bytes of the heap.
-        check: raises the error of operations that have failed, once no other rank uses this rank's
-            tensors.
+        every: the address of every rank's heap in this process.
+        endpoint: this rank's kernels.
+        host: the group on the host.
+
+    Attributes:
+        memory: all bytes of the heap.
+        every: the address of every rank's heap in this process.
+        endpoint: this rank's kernels.
+        ranges: which bytes are free.
+        lent: storages that other ranks may use without an operation.
     """
 
-    def __init__(self, memory: torch.Tensor, check: Callable[[], None]) -> None:
-        self._memory = memory
-        self._check = check
-        self._free = _C.FreeRanges(memory.numel(), _HEAP_UNIT)
-        self._released: collections.deque[tuple[int, int]] = collections.deque()
+    def __init__(
+        self, memory: torch.Tensor, every: list[int], endpoint: _C.CudaEndpoint, host: _C.Group
+    ) -> None:
+        self.memory, self.every, self.endpoint = memory, every, endpoint
+        self.ranges = _C.DeviceHeap(memory.data_ptr(), memory.numel(), endpoint, host)
+        self.lent: list[torch.UntypedStorage] = []
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return 0 <= tensor.data_ptr() - self._memory.data_ptr() < self._memory.numel()
+        return 0 <= tensor.data_ptr() - self.memory.data_ptr() < self.memory.numel()
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Makes an uninitialised tensor. One made in a capture keeps its memory, for the graph."""
         nbytes = shape.numel() * dtype.itemsize
-        block = self._free.take(nbytes) or self._reclaim(nbytes)
-        if block is None:
-            raise MemoryError(
-                f"the CUDA window's heap has no room for {nbytes} bytes: of "
-                f"{self._memory.numel()} bytes {self._free.total} are free, the largest block has "
-                f"{self._free.largest}: make the group with a larger cuda_heap_bytes"
-            )
-        device = self._memory.device
-        storage = storage_at(self._memory.data_ptr() + block[0], device, nbytes)
-        kept = torch.cuda.is_current_stream_capturing()
-        released = None if kept else self._released
-        weakref.finalize(storage, _release, self._memory, released, block).atexit = False
+        captured = torch.cuda.is_current_stream_capturing()
+        address = self.ranges.take(nbytes, may_wait=not captured)
+        if not address:
+            raise MemoryError(self.ranges.refusal(nbytes))
+        device = self.memory.device
+        storage = storage_at(address, device, nbytes)
+        ranges = None if captured else self.ranges
+        weakref.finalize(storage, _release, self.memory, ranges, address).atexit = False
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
-
-    def _reclaim(self, nbytes: int) -> tuple[int, int] | None:
-        """Takes a block after freeing the memory of tensors that are gone."""
-        blocks = len(self._released)
-        if not blocks or torch.cuda.is_current_stream_capturing():
-            return None
-        torch.cuda.synchronize(self._memory.device)
-        self._check()
-        for _ in range(blocks):
-            self._free.give(*self._released.popleft())
-        return self._free.take(nbytes)
 
 
 def _release(
     memory: torch.Tensor,  # noqa: ARG001 - it lives as long as its last block
-    released: collections.deque[tuple[int, int]] | None,
-    block: tuple[int, int],
+    ranges: _C.DeviceHeap | None,
+    address: int,
 ) -> None:
-    if released is not None:
-        released.append(block)
+    if ranges is not None:
+        ranges.release(address)
 
 
 class NonfiniteFlag:
@@ -363,7 +379,6 @@ def fetch(*stand_ins: HostMirror) -> None:
 # - otherwise pinned host memory in the group's window, on all ranks.
 
 STAGING_BYTES = 32 << 20  # per rank, at least
-_HEAP_UNIT = 256  # bytes
 
 # Variables that torch reads when it makes symmetric memory. Multicast is not used here, and its
 # setup fails or hangs on some machines. Torch refuses two ranks on GPUs of the same number, but
@@ -458,13 +473,11 @@ def join_processes(
     staging = _staging_bytes(lanes, group)
     window_bytes = _C.cuda_window_bytes(group.size, lanes, staging, heap_bytes)
     keep: Any
-    heap = None
     symmetric, why = _symmetric_windows(group, device, devices, process_group, window_bytes)
     if symmetric is not None:
         transport = "peer memory"
         windows, memory, handle = symmetric
         keep = (memory, handle)
-        heap = memory[_C.cuda_heap_begin(group.size, lanes, staging) :]
         if crowd > 1:
             fallback(group, "%d processes share %s: their kernels take turns", crowd, device)
     else:
@@ -485,6 +498,11 @@ def join_processes(
         one_address_space=False,
         stage_always=False,
     )
+    heap = None
+    if symmetric is not None:
+        begin = _C.cuda_heap_begin(group.size, lanes, staging)
+        every = [window + begin for window in windows]
+        heap = CudaHeap(memory[begin:], every, endpoint, group._core)
     return CudaSide(group, device, transport, endpoint, None, lanes, heap, keep)
 
 

@@ -80,7 +80,7 @@ class Fakes:
             CudaEndpoint=lambda *_, **__: SimpleNamespace(),
             CudaSharedLaunch=lambda *_: SimpleNamespace(),
             CudaGroup=lambda *_: SimpleNamespace(close=lambda: None, check=lambda: None),
-            FreeRanges=_C.FreeRanges,
+            DeviceHeap=lambda begin, nbytes, *_: _C.DeviceHeap(begin, nbytes, None, None),
             CudaHostRegistration=self.registration,
             Operation=_C.Operation,
         )

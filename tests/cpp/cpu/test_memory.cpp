@@ -1,12 +1,17 @@
 // The window's memory: its mappings, what it gives back, and how much is available.
 #include "cpu/group/fork.h"
+#include "cpu/memory/device_heap.h"
 #include "cpu/memory/memory.h"
 
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <thread>
 
 #include "support/world.h"
 
@@ -132,6 +137,68 @@ void heap_gives_back() {
   throw std::runtime_error("an allocation beyond the heap must fail");
 }
 
+// Released memory is free after a wait for the device that began after the release, and if no
+// operation has failed.
+void device_heap_waits() {
+  constexpr std::int64_t kUnit = cpu::DeviceHeap::kUnit;
+  int waits = 0;
+  std::function<bool()> device = [] { return true; };
+  cpu::DeviceHeap heap(cpu::kPage, 2 * kUnit, [&] {
+    ++waits;
+    return device();
+  });
+  const std::uintptr_t a = heap.take(1, true), b = heap.take(1, true);
+  PYCOMM_CHECK(heap.take(1, true) == 0 && waits == 0, "nothing has been released");
+  heap.release(a);
+  PYCOMM_CHECK(heap.take(1, false) == 0 && waits == 0, "the device may use it");
+  device = [&] {
+    heap.release(b);  // another thread, after more work for the device
+    return true;
+  };
+  PYCOMM_CHECK(heap.take(1, true) == a && waits == 1, "the device has been waited for");
+  PYCOMM_CHECK(heap.take(1, false) == 0, "the wait was too early for this one");
+  device = [] { return false; };
+  PYCOMM_CHECK(heap.take(1, true) == 0 && waits == 2, "other ranks may use it");
+  device = []() -> bool { throw std::runtime_error("the device has failed"); };
+  try {
+    heap.take(1, true);
+    throw std::logic_error("the device's error must be thrown");
+  } catch (const std::runtime_error&) {
+  }
+  device = [] { return true; };
+  PYCOMM_CHECK(heap.take(1, true) == b && waits == 4, "none of it is lost");
+  heap.release(b);
+  heap.close();
+  PYCOMM_CHECK(heap.take(1, true) == 0 && waits == 4, "it is closed");
+  PYCOMM_CHECK(!heap.over(), "a block is in use");
+  heap.release(a);
+  PYCOMM_CHECK(heap.over(), "no block is in use");
+}
+
+// No two threads have the same memory.
+void threads_share_a_device_heap() {
+  constexpr int kUnits = 6;
+  cpu::DeviceHeap heap(cpu::kPage, kUnits * cpu::DeviceHeap::kUnit, [] { return true; });
+  std::array<std::atomic<int>, kUnits> users = {};
+  std::atomic<bool> apart = true;
+  const auto use = [&] {
+    for (int i = 0; i < 2000; ++i) {
+      const std::uintptr_t block = heap.take(2 * cpu::DeviceHeap::kUnit, true);
+      if (block == 0) continue;
+      auto* const first = &users[(block - cpu::kPage) / cpu::DeviceHeap::kUnit];
+      if (first[0].fetch_add(1) != 0 || first[1].fetch_add(1) != 0) apart = false;
+      --first[0];
+      --first[1];
+      heap.release(block);
+    }
+  };
+  {
+    std::vector<std::jthread> threads;
+    for (int t = 0; t < 4; ++t) threads.emplace_back(use);
+  }
+  PYCOMM_CHECK(apart, "a block had two users");
+}
+
 void write(const std::filesystem::path& file, const std::string& text) {
   std::filesystem::create_directories(file.parent_path());
   std::ofstream(file) << text;
@@ -199,6 +266,8 @@ int main() {
                   {"tensors are found", tensors_are_found},
                   {"detached memory is private", detached_memory_is_private},
                   {"heap gives back", heap_gives_back},
+                  {"a device's heap waits", device_heap_waits},
+                  {"threads share a device's heap", threads_share_a_device_heap},
                   {"memory is what is left", memory_is_what_is_left},
                   {"copies leave room", copies_leave_room}});
 }
