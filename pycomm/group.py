@@ -178,8 +178,8 @@ class Group:
         have become other memory than their rank's tensor.
 
         Args:
-            tensor: one from :meth:`empty`, or a view of one; with the same shape, dtype and
-                strides on all ranks.
+            tensor: one from :meth:`empty` or in a :meth:`mem_pool`, or a view of one; of the same
+                shape, dtype and strides on all ranks.
 
         Returns:
             A tensor for each rank, its own included, on this rank's device.
@@ -192,6 +192,30 @@ class Group:
         from pycomm._runtime.peers import peers
 
         return peers(self, self._window, self._cuda, tensor)
+
+    def mem_pool(self, library: str = "torch") -> Any:
+        """Returns a library's pool of memory in this rank's CUDA heap.
+
+        In ``with torch.cuda.use_mem_pool(group.mem_pool())``, all tensors that torch makes on the
+        device need no staging copy. No rank waits for others when it allocates; but if they have
+        not used CUDA in this group, all must make this call together. See docs/cuda.md for sizes.
+
+        Args:
+            library: ``"torch"``, or ``"cupy"`` once the program has imported it.
+
+        Returns:
+            A ``torch.cuda.MemPool`` or ``cupy.cuda.MemoryPool``, the same in all calls. It has
+            ordinary memory if the ranks are threads or the group spans nodes.
+
+        Raises:
+            ValueError: `library` is neither, or CuPy has not been imported.
+            MemoryError: CUDA tensors go through pinned host memory.
+        """
+        from pycomm._runtime.mem_pool import mem_pool
+
+        self._core.check_usable()
+        spans = self._stages(torch.device("cuda"))
+        return mem_pool(library, None if spans else self._cuda_side)
 
     def trim(self) -> None:
         """Frees working memory that operations keep for later operations.

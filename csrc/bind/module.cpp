@@ -368,6 +368,7 @@ PYBIND11_MODULE(_C, m) {
   bind_backend_table(m);
   bind_call(m);
   bind_cuda(m);
+  bind_mem_pool(m);
   bind_optim(m);
   bind_sharded(m);
   m.attr("dtypes") = numbers<DType>();

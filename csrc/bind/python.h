@@ -87,6 +87,7 @@ void bind_call(pybind11::module_& m);
 void bind_codec(pybind11::module_& m);
 void bind_crossing(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
+void bind_mem_pool(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_sharded(pybind11::module_& m);
 void bind_p2p(pybind11::module_& m, GroupClass& group);

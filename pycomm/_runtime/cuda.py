@@ -57,6 +57,7 @@ class CudaSide:
         transport: ``"threads"``, ``"peer memory"`` or ``"pinned host memory"``.
         lanes: the number of blocks per rank.
         shares_device: True if the ranks are several threads on one GPU.
+        pools: memory pools in the window's heap, by library.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class CudaSide:
         self._short_way = self._core if has_one_way else None
         self._heap = heap
         self._keep = keep  # the memory behind the windows
+        self.pools: dict[str, Any] = {}
         cuda_made(group, device, transport, lanes)
 
     def close(self) -> None:
@@ -90,6 +92,7 @@ class CudaSide:
             self._heap.ranges.close()
         self._core.close()
         self._heap = self._keep = None
+        self.pools.clear()
 
     def run(
         self,
@@ -164,6 +167,11 @@ class CudaSide:
         except MemoryError:
             self._core.check()  # after a failure, memory of tensors that are gone is not free
             raise
+
+    @property
+    def heap(self) -> CudaHeap | None:
+        """The window's heap; None if ranks are threads, which need none."""
+        return None if self.transport == "threads" else self._present_heap()
 
     def _present_heap(self) -> CudaHeap:
         if self._heap is None:

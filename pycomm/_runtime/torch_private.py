@@ -206,6 +206,11 @@ def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
     return scaler._scale
 
 
+def when_out_of_memory(function: Callable[..., None]) -> None:
+    """Calls a function before torch raises that CUDA memory is exhausted; it may raise instead."""
+    torch._C._cuda_attach_out_of_memory_observer(function)  # type: ignore[attr-defined]
+
+
 def symmetric_tensor(nbytes: int, device: torch.device) -> torch.Tensor:
     """Memory that processes can share, directly from the allocator (an alpha API).
 

@@ -10,6 +10,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include "device.h"
 
@@ -32,6 +35,45 @@ thread_local c10::StreamId current[kDevices] = {};
 bool may_wait = true;
 std::atomic<std::size_t> held = 0, peak = 0;  // bytes on all devices, without those of captures
 
+// The functions of the memory pool that this thread uses, if it uses one. Here, each tensor is a segment.
+struct Pool {
+  void* (*malloc)(std::size_t, int, cudaStream_t) = nullptr;
+  void (*free)(void*, std::size_t, int, cudaStream_t) = nullptr;
+};
+thread_local Pool pool;
+
+std::vector<pybind11::function>& observers() {  // of exhausted memory
+  static auto* const made = new std::vector<pybind11::function>;
+  return *made;
+}
+
+struct Segment {
+  void* data;
+  std::size_t bytes;
+  c10::Stream stream;
+  Pool pool;
+};
+
+void free_segment(void* of) {
+  const std::unique_ptr<Segment> segment(static_cast<Segment*>(of));
+  order.freed(segment->data);
+  segment->pool.free(segment->data, segment->bytes, segment->stream.device_index(),
+                     native(segment->stream));
+}
+
+c10::DataPtr allocate_in_pool(std::size_t bytes, const c10::Stream& stream) {
+  void* const data = pool.malloc(bytes, stream.device_index(), native(stream));
+  if (data == nullptr) {
+    const pybind11::gil_scoped_acquire gil;
+    for (const auto& observer : observers()) observer(stream.device_index(), bytes, 0, 0);
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory.");
+  }
+  std::memset(data, 0xcd, bytes);
+  order.allocated(data, bytes, line_of(stream));
+  auto* const segment = new Segment{data, bytes, stream, pool};
+  return {data, segment, &free_segment, stream.device()};
+}
+
 void free_memory(void* data) {
   held -= malloc_usable_size(data);
   order.freed(data);
@@ -45,6 +87,7 @@ void free_memory(void* data) {
 c10::DataPtr Memory::allocate(std::size_t bytes) {
   const c10::Stream stream = current_stream();
   if (bytes == 0) return {nullptr, stream.device()};
+  if (pool.malloc != nullptr) return allocate_in_pool(bytes, stream);
   void* const data =
       std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
   std::memset(data, 0xcd, bytes);
@@ -216,6 +259,14 @@ PYBIND11_MODULE(_emulator, m) {
           for (const auto address : written)
             order.access_at(address, line_of(stream), true, "a kernel");
         });
+  m.def("exchange_pool", [](std::uintptr_t malloc, std::uintptr_t free) {
+    const Pool before = std::exchange(pool, {reinterpret_cast<decltype(Pool::malloc)>(malloc),
+                                             reinterpret_cast<decltype(Pool::free)>(free)});
+    return std::pair(reinterpret_cast<std::uintptr_t>(before.malloc),
+                     reinterpret_cast<std::uintptr_t>(before.free));
+  });
+  m.def("when_out_of_memory",
+        [](const pybind11::function& observer) { observers().push_back(observer); });
   m.def("let_wait", [](bool may) { may_wait = may; });
   m.def("memory", [] { return std::pair(held.load(), peak.load()); });
   m.def("reset_peak", [] { peak = held.load(); });

@@ -7,6 +7,7 @@ what torch.cuda does in Python is replaced. torch must be a build without CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import mmap
@@ -15,7 +16,7 @@ import sys
 import time
 import types
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any, ClassVar
@@ -193,8 +194,38 @@ class Runtime:
         return 713 if cls.pinned.pop(address, None) is None else 0
 
 
+class CUDAPluggableAllocator:
+    """Stands for torch.cuda.memory.CUDAPluggableAllocator."""
+
+    def __init__(self, path: str, *names: str) -> None:
+        library = ctypes.CDLL(path)
+        found = (ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names)
+        self._functions = tuple(found)
+
+    def allocator(self) -> tuple[int | None, ...]:
+        return self._functions
+
+
+class MemPool:
+    """Stands for torch.cuda.MemPool. It keeps no memory: each tensor is a segment."""
+
+    def __init__(self, functions: tuple[int, int] = (0, 0)) -> None:
+        self.functions = functions
+
+
+@contextlib.contextmanager
+def use_mem_pool(pool: MemPool, _: Any = None) -> Iterator[None]:
+    before = device.exchange_pool(*pool.functions)
+    try:
+        yield
+    finally:
+        device.exchange_pool(*before)
+
+
 REPLACED = {
     "CUDAGraph": CUDAGraph,
+    "MemPool": MemPool,
+    "use_mem_pool": use_mem_pool,
     "Stream": Stream,
     "ExternalStream": ExternalStream,
     "Event": Event,
@@ -269,7 +300,9 @@ class SymmetricMemory:
 
 for name, value in REPLACED.items():
     setattr(torch.cuda, name, value)
+torch.cuda.memory.CUDAPluggableAllocator = CUDAPluggableAllocator
 torch._C._host_emptyCache = lambda: None
+torch._C._cuda_attach_out_of_memory_observer = device.when_out_of_memory
 torch._C._cuda_getDevice = device.current_device  # torch.compile asks for it
 torch._C._distributed_c10d._SymmetricMemory = SymmetricMemory
 torch.distributed._symmetric_memory.rendezvous = SymmetricMemory
