@@ -426,6 +426,10 @@ class DataParallel(ModuleProxy):
         """Makes all ranks of a group begin or continue with the same model."""
         module, state, sharding, survival = self.module, self.comm_state, self._sharding, None
         options: dict[str, object] = {**self._options, "shard": None, "has_group": False}
+        if any(parameter.is_cuda for parameter in exchanged):
+            from pycomm._training.heap import wish_for_model
+
+            wish_for_model(group, exchanged, state, sharding, self._bucket_bytes)
         if sharding is not None:
             from pycomm._training.sharding import check_sharding
             from pycomm._training.survival import ShardSurvival

@@ -468,10 +468,18 @@ def join_processes(
     process_group: Callable[[], Any],
     max_blocks: int,
     heap_bytes: int,
+    wish: int = 0,
 ) -> CudaSide:
     """Makes the CUDA side of a group of processes; a collective call.
 
-    `process_group` returns torch's process group of these ranks, or raises RuntimeError.
+    Args:
+        group: this rank's membership.
+        device: this rank's device.
+        process_group: returns torch's process group of these ranks, or raises RuntimeError.
+        max_blocks: the largest number of blocks of an operation.
+        heap_bytes: the heap's size, the same on all ranks.
+        wish: the size that this rank's models need. The heap is as large as the largest wish, if it
+            then takes at most half of every device's free memory.
     """
     if group.size == 1:
         return LocalDevices([group], max_blocks, stage_always=False).side(0, device)
@@ -479,6 +487,9 @@ def join_processes(
     crowd = devices.count(devices[group.rank])
     lanes = min(_gather(group, _lanes(max_blocks, device, crowd)))
     staging = _staging_bytes(lanes, group)
+    if (wished := max(_gather(group, wish))) > heap_bytes:
+        free, _ = torch.cuda.mem_get_info(device)
+        heap_bytes = max(heap_bytes, min(wished, *_gather(group, free // (2 * crowd))))
     window_bytes = _C.cuda_window_bytes(group.size, lanes, staging, heap_bytes)
     keep: Any
     symmetric, why = _symmetric_windows(group, device, devices, process_group, window_bytes)

@@ -194,11 +194,6 @@ def window_layout(parameters: Sequence[torch.Tensor], group: Group) -> Layout:
     return Layout(parameters, functools.partial(gradient_memory, group))
 
 
-def no_memory(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # noqa: ARG001
-    """A meta tensor, for gradients that have places but no memory."""
-    return torch.empty(count, dtype=dtype, device="meta")
-
-
 def gradient_memory(
     group: Group, count: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:

@@ -17,6 +17,10 @@ _PATHS = {
     "pinned host memory": "every byte goes to host memory and back, over the device's bus",
 }
 _SLOW = ("staged", "pinned host memory")
+_NO_ROOM = (
+    "staged on CUDA: the window's heap has no room. Make the wrapper before the group's first "
+    "operation on CUDA, or give init(cuda_heap_bytes=...)"
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class ExchangePlan:
     def __str__(self) -> str:
         paths = {bucket.path for bucket in self.buckets}
         costs = [f"{path}: {cost}" for path, cost in _PATHS.items() if path in paths]
+        if any(b.path == "staged" and b.device.type == "cuda" for b in self.buckets):
+            costs.append(_NO_ROOM)
         return "\n".join([*map(str, self.buckets), *costs])
 
 

@@ -223,16 +223,6 @@ def move_out(parameter: torch.Tensor) -> None:
     record_of(parameter).home = None  # an empty parameter would still seem to lie there
 
 
-def describe_states(part: torch.Tensor, place: Place) -> None:
-    """Assigns a place to the states of a parameter's part; the part itself does not lie there."""
-    record_of(part).states_place = place
-
-
-def place_of_states(tensor: torch.Tensor) -> Place | None:
-    """The place of the states of a flattened parameter, or of a part of one; None if neither."""
-    return known_of(tensor).states_place or home_of(tensor)
-
-
 def place_of(parameter: torch.Tensor) -> Place | None:
     """The place of a parameter or at least of its gradient; None if there is none."""
     home, reference = home_of(parameter), known_of(parameter).layout

@@ -174,6 +174,11 @@ class _StandIn:
         self._version = self.tensor._version
 
 
+def slots_bytes(slot_bytes: int, ranks: int) -> int:
+    """The bytes of all slots, if each has at least this size."""
+    return SLOTS * -(-slot_bytes // (ranks * _LINE)) * ranks * _LINE
+
+
 class GradShardBuffers:
     """The parts of a wrapper's averaged gradients that this rank keeps.
 
@@ -190,9 +195,10 @@ class GradShardBuffers:
     def __init__(self, shards: Shards, buckets: Sequence[Bucket], slot_bytes: int) -> None:
         self._shards = shards
         ranks = shards.group.size
-        self._slot_bytes = -(-slot_bytes // (ranks * _LINE)) * ranks * _LINE
+        nbytes = slots_bytes(slot_bytes, ranks)
+        self._slot_bytes = nbytes // SLOTS
         device = buckets[0].parameters[0].device if buckets else torch.device("cpu")
-        self.memory = shards.group.empty(SLOTS * self._slot_bytes, dtype=torch.uint8, device=device)
+        self.memory = shards.group.empty(nbytes, dtype=torch.uint8, device=device)
         self.memory.zero_()  # padding is sent, too
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._own: dict[int, torch.Tensor] = {}

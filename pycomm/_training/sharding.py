@@ -23,7 +23,7 @@ from torch import nn
 from pycomm._init import check_group
 from pycomm._runtime.ranges import record_range
 from pycomm._training import step_guard
-from pycomm._training.buckets import Bucket, bucket_limit, gradient_memory, no_memory
+from pycomm._training.buckets import Bucket, bucket_limit, gradient_memory
 from pycomm._training.comm_state import CommState
 from pycomm._training.exchange import BucketNames, dense_wire_bytes
 from pycomm._training.flat import Memory, home_of
@@ -356,11 +356,16 @@ class ShardOptimizer(Strategy):
         return self.shards.moved(parameters)
 
 
+def _no_memory(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # noqa: ARG001
+    """A meta tensor, for gradients that have places but no memory."""
+    return torch.empty(count, dtype=dtype, device="meta")
+
+
 class ShardGradients(ShardOptimizer):
     """Divides gradients, too: each rank keeps its part of the averages."""
 
     def _memory(self) -> Memory:
-        return no_memory
+        return _no_memory
 
     def _scatters(self) -> bool:
         return False

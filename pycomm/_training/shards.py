@@ -18,16 +18,7 @@ from torch.utils.weak import TensorWeakRef
 from pycomm import _C
 from pycomm._training.buckets import partition
 from pycomm._training.exchange import dense_wire_bytes
-from pycomm._training.flat import (
-    ALIGN,
-    Kind,
-    Layout,
-    Memory,
-    Piece,
-    Place,
-    describe_states,
-    kind_of,
-)
+from pycomm._training.flat import ALIGN, Kind, Layout, Memory, Piece, Place, kind_of
 from pycomm._training.parameters import complete_parts, count_division, known_of, record_of
 from pycomm._training.shard_exchange import Blocks, ParamAllGather, Spread, encoded_bytes
 from pycomm._training.step_guard import Snapshot, StepGuard
@@ -255,22 +246,12 @@ class Shards:
         self.all_gather: ParamAllGather | None = None
         self.exchange_group = group
         self.local: dict[int, Snapshot] = {}
-        rooms: dict[int, int] = {}
-        for bucket in partition(parameters, limit, kind_of):
-            rooms |= _rooms(bucket, group.size)
-        sizes: dict[Kind, int] = {}
-        for parameter in parameters:
-            sizes[kind_of(parameter)] = sizes.get(kind_of(parameter), 0) + rooms[id(parameter)]
-        units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
-        total = _C.shard_sums * units * 8 + len(sizes) * 2 * _LINE
-        for kind, count in sizes.items():
-            of_gradients = kind.grad_dtype.itemsize if self.averages else 0
-            total += count * (kind.dtype.itemsize + of_gradients)
+        plan = plan_arena(parameters, group.size, limit, self.averages)
         device = parameters[0].device if parameters else torch.device("cpu")
-        self.arena = group.empty(total, dtype=torch.uint8, device=device)
+        self.arena = group.empty(plan.nbytes, dtype=torch.uint8, device=device)
         self._used = 0
-        self.sums = self._take(_C.shard_sums * units, torch.float64)
-        self.layout = Layout(parameters, gradients or self._take, False, rooms)
+        self.sums = self._take(_C.shard_sums * plan.units, torch.float64)
+        self.layout = Layout(parameters, gradients or self._take, False, plan.rooms)
         for piece in self.layout.pieces:
             kind = piece.kind
             piece.parameters = self._take(len(piece.gradients), kind.dtype, kind.device).zero_()
@@ -319,7 +300,7 @@ class Shards:
             begin = int(parameter.storage_offset()) + own.begin
             flat = parameter.detach().as_strided((own.end - own.begin,), (1,), begin)
             place = Place(described[self.layout[parameter].piece], offset, (1,))
-            describe_states(flat, place)
+            record_of(flat).states_place = place
             record_of(parameter).part = Part(self, self.group, ranges, own.begin, flat)
         if len(self.group.nodes) > 1:
             spreads.reverse()  # parameters whose gradients come last are used first
@@ -500,6 +481,38 @@ class Shards:
         begin = -(-self._used // _LINE) * _LINE
         self._used = begin + count * dtype.itemsize
         return self.arena[begin : self._used].view(dtype)
+
+
+class ArenaPlan(NamedTuple):
+    """What an arena will hold.
+
+    Attributes:
+        rooms: the elements that each parameter takes, by its id.
+        units: the number of units of which sums are exchanged.
+        nbytes: the bytes of the arena.
+    """
+
+    rooms: dict[int, int]
+    units: int
+    nbytes: int
+
+
+def plan_arena(
+    parameters: Sequence[torch.Tensor], ranks: int, limit: float, averages: bool
+) -> ArenaPlan:
+    """Plans the arena of parameters, with their gradients if a step averages them."""
+    rooms: dict[int, int] = {}
+    for bucket in partition(parameters, limit, kind_of):
+        rooms |= _rooms(bucket, ranks)
+    sizes: dict[Kind, int] = {}
+    for parameter in parameters:
+        sizes[kind_of(parameter)] = sizes.get(kind_of(parameter), 0) + rooms[id(parameter)]
+    units = sum(-(-parameter.numel() // UNIT) for parameter in parameters)
+    total = _C.shard_sums * units * 8 + len(sizes) * 2 * _LINE
+    for kind, count in sizes.items():
+        of_gradients = kind.grad_dtype.itemsize if averages else 0
+        total += count * (kind.dtype.itemsize + of_gradients)
+    return ArenaPlan(rooms, units, total)
 
 
 def _rooms(bucket: Sequence[torch.Tensor], ranks: int) -> dict[int, int]:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from pycomm._runtime.host import huge_page_zeros, huge_page_zeros_like
-from pycomm._training.flat import Layout, Piece, home_of, place_of, place_of_states
-from pycomm._training.parameters import dense_strides
+from pycomm._training.flat import Layout, Piece, home_of, place_of
+from pycomm._training.parameters import dense_strides, known_of
 
 # An optimizer's state buffers, by the piece whose layout they share, the state's name and its type.
 # Buffers live as long as the piece: a model that is moved and flattened again gets new buffers.
@@ -75,7 +75,8 @@ def zeros_for(
     buffers: Buffers | None, param: torch.Tensor, name: str, dtype: torch.dtype
 ) -> torch.Tensor:
     """A state of zeros; for a flattened parameter, a view of the optimizer's buffer."""
-    place = place_of_states(param)
+    # A rank's part of a sharded parameter does not lie in the place of its states.
+    place = known_of(param).states_place or home_of(param)
     if buffers is None or place is None:
         return huge_page_zeros_like(param, dtype)
     own = buffers.setdefault(place.piece, {})
