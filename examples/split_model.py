@@ -60,12 +60,11 @@ def train_first(steps: int, device: torch.device) -> None:
     optimizer = make_optimizer(layers)
     for points, _ in batches(steps, device):
         activations = layers(points)
-        # Messages are CPU tensors. So .cpu() copies from a GPU; on the CPU it does nothing.
-        pycomm.send(activations.detach().cpu(), dst=1)
-        gradient = torch.empty(activations.shape)
+        pycomm.send(activations.detach(), dst=1)
+        gradient = torch.empty_like(activations)
         pycomm.recv(gradient, src=1)
         optimizer.zero_grad()
-        activations.backward(gradient.to(device))
+        activations.backward(gradient)
         optimizer.step()
 
 
@@ -75,14 +74,14 @@ def train_last(steps: int, device: torch.device) -> list[float]:
     optimizer = make_optimizer(layers)
     losses = []
     for _, values in batches(steps, device):
-        received = torch.empty(BATCH, WIDTH)
-        pycomm.recv(received, src=0)
-        activations = received.to(device).requires_grad_()
+        activations = torch.empty(BATCH, WIDTH, device=device)
+        pycomm.recv(activations, src=0)
+        activations.requires_grad_()
         loss = functional.mse_loss(layers(activations), values)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         assert activations.grad is not None
-        pycomm.send(activations.grad.cpu(), dst=0)
+        pycomm.send(activations.grad, dst=0)
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -109,6 +108,7 @@ def run_rank(steps: int, device: str, dtype: str) -> None:
         if group.size != 2:
             raise SystemExit(f"the model has two parts, so it needs 2 ranks, not {group.size}")
         place = device_of(device, group.rank)
+        pycomm.all_reduce(torch.zeros(1, device=place))  # connects GPUs, for messages between them
         if group.rank == 0:
             train_first(steps, place)
         else:

@@ -318,6 +318,8 @@ class Request(_Object):
     def completed(self) -> bool: ...
     @property
     def source(self) -> int: ...
+    @property
+    def arrived_on_device(self) -> bool: ...
 
 class Group(_Object):
     def __init__(
@@ -376,17 +378,41 @@ class Group(_Object):
     def close(self) -> None: ...
     def idle(self) -> bool: ...
     def send(
-        self, data: int, bytes: int, element: int, to: int, tag: int, timeout: float = 0.0, /
+        self,
+        data: int,
+        bytes: int,
+        element: int,
+        to: int,
+        tag: int,
+        timeout: float = 0.0,
+        on_device: int = 0,
+        stream: int = 0,
     ) -> None: ...
     def recv(
         self, data: int, bytes: int, element: int, source: int, tag: int, timeout: float = 0.0, /
     ) -> int: ...
     def isend(
-        self, data: int, bytes: int, element: int, to: int, tag: int, timeout: float = 0.0, /
+        self,
+        data: int,
+        bytes: int,
+        element: int,
+        to: int,
+        tag: int,
+        timeout: float = 0.0,
+        on_device: int = 0,
+        stream: int = 0,
     ) -> Request: ...
     def irecv(
-        self, data: int, bytes: int, element: int, source: int, tag: int, timeout: float = 0.0, /
+        self,
+        data: int,
+        bytes: int,
+        element: int,
+        source: int,
+        tag: int,
+        timeout: float = 0.0,
+        on_device: int = 0,
     ) -> Request: ...
+    def reaches(self, device: int, peer: int, bytes: int) -> bool: ...
     def allocate(self, bytes: int, /) -> Allocation: ...
     def allocate_for_good(self, bytes: int) -> int: ...
     def offset_of(self, data: int) -> int: ...
@@ -422,7 +448,9 @@ class CudaEndpoint(_Object):
         windows: list[int],
         one_address_space: bool,
         stage_always: bool,
+        message_bytes: int,
     ) -> None: ...
+    def serve_messages(self, group: Group) -> None: ...
 
 class DeviceHeap(_Object):
     def __init__(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import numbers
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.autograd.graph import increment_version
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
     from pycomm.group import Group
 
+    _Arrival: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, Callable[[bool], object]]
+
 _ELEMENTS = {
     getattr(torch, name): number
     for name, number in _C.element_numbers.items()
@@ -40,10 +41,13 @@ class Request:
     """A running send or receive. It keeps its tensor alive."""
 
     def __init__(
-        self, core: _C.Request, dense: torch.Tensor, finish: Callable[[], object] | None = None
+        self,
+        core: _C.Request,
+        kept: tuple[torch.Tensor, ...],
+        finish: Callable[[bool], object] | None = None,
     ) -> None:
         self._core = core
-        self._dense = dense
+        self._kept = kept
         self._finish = finish  # copies what was received to its tensor
 
     def wait(self) -> None:
@@ -54,7 +58,7 @@ class Request:
         """
         self._core.wait()
         if self._finish is not None:
-            self._finish()
+            self._finish(self._core.arrived_on_device)
             self._finish = None
 
     def is_completed(self) -> bool:
@@ -70,7 +74,7 @@ class Request:
     def __del__(self) -> None:
         # The operation still uses the tensor's memory, so it must not be freed yet.
         if not self._core.completed():
-            _work.keep_alive(self._core, (self._dense,))
+            _work.keep_alive(self._core, self._kept)
 
 
 @on_stream_of_arrays
@@ -92,9 +96,9 @@ def send(
 
     Args:
         tensor: of any dtype, shape and strides, or an array of NumPy or another library with
-            DLPack. If it comes from ``group.empty()`` on the CPU, a receiver on the same node reads
-            it directly. On a CUDA device it goes through host memory: the call waits until the
-            current stream has copied it there.
+            DLPack. If it comes from ``group.empty()``, a receiver on the same node reads it
+            directly. On a CUDA device it is sent after the current stream's work so far. If it goes
+            through host memory (docs/cuda.md), the call waits for that work.
         dst: a rank of the group, on any node; it may be this rank.
         tag: a number of 32 bits that tells messages apart.
         group: as in :func:`pycomm.all_reduce`.
@@ -107,8 +111,8 @@ def send(
         pycomm.GroupUnusable: the group is closed, has failed, or was inherited by a fork.
     """
     group = resolve_group(group)
-    dense = _to_send(tensor, group)
-    group._core.send(*_arguments(dense, dst, tag, timeout))
+    dense, on_device = _to_send(tensor, dst, group)
+    group._core.send(*_arguments(dense, dst, tag, timeout), *on_device)
 
 
 @on_stream_of_arrays
@@ -124,8 +128,8 @@ def recv(
 
     Args:
         tensor: overwritten; has as many elements as the sent tensor, of the same dtype. On a CUDA
-            device the message is copied to it on the stream that is current at the end of the call,
-            or in :meth:`Request.wait`.
+            device it can then be used on the stream that is current at the end of the call, or in
+            :meth:`Request.wait`.
         src: the sender's rank, or None for the first message with this tag from any rank of any
             node.
         tag: as in :func:`send`.
@@ -137,10 +141,12 @@ def recv(
         message has another size or dtype.
     """
     group = resolve_group(group)
-    dense, finish = _to_receive(tensor, group)
-    source = group._core.recv(*_arguments(dense, src, tag, timeout))
-    if finish is not None:
-        finish()
+    host_memory, memory, finish = _to_receive(tensor, src, group)
+    arguments = _arguments(host_memory, src, tag, timeout)
+    if memory is not None:
+        return Request(group._core.irecv(*arguments, memory.data_ptr()), (), finish).source
+    source = group._core.recv(*arguments)
+    finish(False)
     return source
 
 
@@ -164,8 +170,8 @@ def isend(
             thread waits for the request.
     """
     group = resolve_group(group)
-    dense = _to_send(tensor, group)
-    return Request(group._core.isend(*_arguments(dense, dst, tag, timeout)), dense)
+    dense, on_device = _to_send(tensor, dst, group)
+    return Request(group._core.isend(*_arguments(dense, dst, tag, timeout), *on_device), (dense,))
 
 
 @on_stream_of_arrays
@@ -187,8 +193,12 @@ def irecv(
         timeout: as in :func:`isend`.
     """
     group = resolve_group(group)
-    dense, finish = _to_receive(tensor, group)
-    return Request(group._core.irecv(*_arguments(dense, src, tag, timeout)), dense, finish)
+    host_memory, memory, finish = _to_receive(tensor, src, group)
+    arguments = _arguments(host_memory, src, tag, timeout)
+    if memory is None:
+        return Request(group._core.irecv(*arguments), (host_memory,), finish)
+    core = group._core.irecv(*arguments, memory.data_ptr())
+    return Request(core, (host_memory, memory), finish)
 
 
 def _checked(tensor: Any, *, written: bool) -> torch.Tensor:
@@ -198,33 +208,62 @@ def _checked(tensor: Any, *, written: bool) -> torch.Tensor:
     return data
 
 
-def _to_send(tensor: Any, group: Group) -> torch.Tensor:
-    """A contiguous tensor on the CPU with the content of `tensor`."""
+def _to_send(tensor: Any, dst: int, group: Group) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A contiguous tensor with the content of `tensor`, and its place and stream if on CUDA."""
     data = _checked(tensor, written=False)
+    if _stays_on_device(data, dst, group):
+        dense = data.detach().contiguous()
+        return dense, (dense.data_ptr(), torch.cuda.current_stream(data.device).cuda_stream)
     if not group._takes_to_host(data.device, "messages"):
-        return data.detach().contiguous()
+        return data.detach().contiguous(), ()
     from pycomm._runtime.cuda import HostMirror, fetch
 
     mirror = HostMirror(data)
     fetch(mirror)
-    return mirror.host
+    return mirror.host, ()
 
 
-def _to_receive(tensor: Any, group: Group) -> tuple[torch.Tensor, Callable[[], object] | None]:
-    """A contiguous tensor on the CPU for the new content, and a function that copies it back."""
+def _to_receive(tensor: Any, src: int | None, group: Group) -> _Arrival:
+    """Contiguous host memory for the new content, on CUDA also device memory, and `finish`.
+
+    ``finish(on_device)`` copies what has arrived, in host memory or on the device, to the tensor.
+    """
     result = _checked(tensor, written=True)
     check_no_overlap("tensor", result)
     increment_version(result)  # autograd may have saved the old value
     result = result.detach()
+    if _stays_on_device(result, src, group):
+        from pycomm._runtime.cuda import DeviceReceive
+
+        receive = DeviceReceive(result)
+        if receive.memory is not None:
+            return receive.host, receive.memory, receive.finish
     if group._takes_to_host(result.device, "messages"):
         from pycomm._runtime.cuda import HostMirror
 
         mirror = HostMirror(result)
-        return mirror.host, mirror.put_back
+        return mirror.host, None, lambda _: mirror.put_back()
     if result.is_contiguous():
-        return result, None
+        return result, None, lambda _: None
     dense = host.empty(*result.shape, dtype=result.dtype)
-    return dense, functools.partial(result.copy_, dense)
+    return dense, None, lambda _: result.copy_(dense)
+
+
+def _stays_on_device(data: torch.Tensor, peer: int | None, group: Group) -> bool:
+    """True if another rank of the node can copy the tensor between devices."""
+    if not data.is_cuda:
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError("a CUDA graph cannot capture a message, which the host matches")
+    return group._core.reaches(data.device.index, _number(peer), data.nbytes)
+
+
+def _number(peer: int | None) -> int:
+    if peer is None:
+        return _C.any_source
+    if not isinstance(peer, numbers.Integral) or peer < 0:
+        raise ValueError(f"src and dst must be ranks, got {peer!r}")
+    return int(peer)
 
 
 def _arguments(
@@ -233,9 +272,5 @@ def _arguments(
     """The arguments of the functions of ``_C.Group``."""
     if not isinstance(tag, numbers.Integral) or tag not in _TAGS:
         raise ValueError(f"tag must be a number of 32 bits, got {tag!r}")
-    if peer is None:
-        peer = _C.any_source
-    elif not isinstance(peer, numbers.Integral) or peer < 0:
-        raise ValueError(f"src and dst must be ranks, got {peer!r}")
     element = _ELEMENTS.get(dense.dtype, _ELEMENTS[torch.uint8])  # other dtypes go as bytes
-    return dense.data_ptr(), dense.nbytes, element, int(peer), int(tag), seconds(timeout, 0.0)
+    return dense.data_ptr(), dense.nbytes, element, _number(peer), int(tag), seconds(timeout, 0.0)

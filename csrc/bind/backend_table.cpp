@@ -86,13 +86,19 @@ Error submit(void* group, const Call* calls, std::size_t count,
 
 static_assert(kAnySource == cpu::p2p::kAnySource);
 
+bool reaches(void* group, int device, int peer, std::int64_t bytes) {
+  return static_cast<Group*>(group)->reaches(device, peer, bytes);
+}
+
 Error start_message(void* group, void* data, const Message& message,
                     void (*completed)(void* context), void* context, void** request) {
   return guarded([&] {
     Group& self = *static_cast<Group*>(group);
     const cpu::p2p::Envelope envelope{message.peer, message.tag, message.element, message.bytes};
     const cpu::p2p::Options options{.timeout = timeout_of(message.timeout),
-                                    .callback = {completed, context}};
+                                    .callback = {completed, context},
+                                    .on_device = message.on_device,
+                                    .stream = message.stream};
     auto started = std::make_unique<RequestPtr>();
     *started = message.receives ? self.irecv(data, envelope, options)
                                 : self.isend(data, envelope, options);
@@ -119,6 +125,10 @@ Error error_of(void* request) {
 }
 
 int source_of(void* request) { return (*static_cast<RequestPtr*>(request))->source; }
+
+bool arrived_on_device(void* request) {
+  return (*static_cast<RequestPtr*>(request))->arrived_on_device;
+}
 
 void release_message(void* request) { delete static_cast<RequestPtr*>(request); }
 
@@ -164,10 +174,12 @@ constexpr BackendTable kTable = {
     .layout = kBackendTableLayout,
     .run = run,
     .submit = submit,
+    .reaches = reaches,
     .start_message = start_message,
     .wait_message = wait_message,
     .error_of = error_of,
     .source_of = source_of,
+    .arrived_on_device = arrived_on_device,
     .release_message = release_message,
     .with_gil =
         [](void (*function)(void*), void* context) {

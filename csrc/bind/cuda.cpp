@@ -112,15 +112,22 @@ void bind_cuda(py::module_& m) {
       .def(py::init([](int device, int rank, int ranks, int lanes, std::int64_t staging_bytes,
                        std::int64_t window_bytes, double timeout,
                        std::vector<std::uintptr_t> windows, bool one_address_space,
-                       bool stage_always) {
-             return std::make_shared<Endpoint>(cuda::EndpointOptions{
-                 device, rank, ranks, lanes, staging_bytes, window_bytes, timeout,
-                 std::move(windows), one_address_space, stage_always});
+                       bool stage_always, std::int64_t message_bytes) {
+             return std::make_shared<Endpoint>(
+                 cuda::EndpointOptions{device, rank, ranks, lanes, staging_bytes, window_bytes,
+                                       timeout, std::move(windows), one_address_space, stage_always,
+                                       cuda::kLaneBytes, message_bytes});
            }),
            py::arg("device"), py::arg("rank"), py::arg("ranks"), py::arg("lanes"),
            py::arg("staging_bytes"), py::arg("window_bytes"), py::arg("timeout"),
            py::arg("windows"), py::arg("one_address_space"), py::arg("stage_always"),
-           py::call_guard<WithoutGil>());
+           py::arg("message_bytes"), py::call_guard<WithoutGil>())
+      .def(
+          "serve_messages",
+          [](const Endpoint& endpoint, cpu::Group& group) {
+            group.serve_device(endpoint.message_copies());
+          },
+          py::arg("group"));
   py::class_<cpu::DeviceHeap, std::shared_ptr<cpu::DeviceHeap>>(m, "DeviceHeap")
       .def(py::init(&make_heap), py::arg("begin"), py::arg("bytes"), py::arg("endpoint").none(true),
            py::arg("host").none(true))

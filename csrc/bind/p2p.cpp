@@ -24,18 +24,21 @@ Envelope envelope(int peer, std::int32_t tag, int element, std::int64_t bytes) {
   return {peer, tag, static_cast<Element>(element), bytes};
 }
 
-// `timeout` in seconds; 0 is the group's.
-Options options(double timeout) {
-  Options made{.interrupt = check_signals, .always_timed = timeout != 0};
+// `timeout` in seconds; 0 is the group's. `on_device` is the tensor's address there, or 0.
+Options options(double timeout, std::uintptr_t on_device = 0, std::uintptr_t stream = 0) {
+  Options made{.interrupt = check_signals,
+               .always_timed = timeout != 0,
+               .on_device = reinterpret_cast<void*>(on_device),
+               .stream = stream};
   if (made.always_timed) made.timeout = timeout_of(timeout);
   return made;
 }
 
 void send(Group& group, std::uintptr_t data, std::int64_t bytes, int element, int to,
-          std::int32_t tag, double timeout) {
+          std::int32_t tag, double timeout, std::uintptr_t on_device, std::uintptr_t stream) {
   const WithoutGil no_gil;
   group.send(reinterpret_cast<const void*>(data), envelope(to, tag, element, bytes),
-             options(timeout));
+             options(timeout, on_device, stream));
 }
 
 int recv(Group& group, std::uintptr_t data, std::int64_t bytes, int element, int from,
@@ -46,17 +49,18 @@ int recv(Group& group, std::uintptr_t data, std::int64_t bytes, int element, int
 }
 
 RequestPtr isend(Group& group, std::uintptr_t data, std::int64_t bytes, int element, int to,
-                 std::int32_t tag, double timeout) {
+                 std::int32_t tag, double timeout, std::uintptr_t on_device,
+                 std::uintptr_t stream) {
   const WithoutGil no_gil;
   return group.isend(reinterpret_cast<const void*>(data), envelope(to, tag, element, bytes),
-                     options(timeout));
+                     options(timeout, on_device, stream));
 }
 
 RequestPtr irecv(Group& group, std::uintptr_t data, std::int64_t bytes, int element, int from,
-                 std::int32_t tag, double timeout) {
+                 std::int32_t tag, double timeout, std::uintptr_t on_device) {
   const WithoutGil no_gil;
   return group.irecv(reinterpret_cast<void*>(data), envelope(from, tag, element, bytes),
-                     options(timeout));
+                     options(timeout, on_device));
 }
 
 // An address in Python: host, port, secret, name of the socket for knocks.
@@ -87,16 +91,22 @@ void bind_p2p(py::module_& m, GroupClass& group) {
           "wait", [](Request& request) { request.wait(check_signals); },
           py::call_guard<WithoutGil>())
       .def("completed", &Request::completed)
-      .def_property_readonly("source", [](const Request& request) { return request.source; });
+      .def_property_readonly("source", [](const Request& request) { return request.source; })
+      .def_property_readonly("arrived_on_device",
+                             [](const Request& request) { return request.arrived_on_device; });
   group
       .def("send", &send, py::arg("data"), py::arg("bytes"), py::arg("element"), py::arg("to"),
-           py::arg("tag"), py::arg("timeout") = 0.0)
+           py::arg("tag"), py::arg("timeout") = 0.0, py::arg("on_device") = 0,
+           py::arg("stream") = 0)
       .def("recv", &recv, py::arg("data"), py::arg("bytes"), py::arg("element"), py::arg("source"),
            py::arg("tag"), py::arg("timeout") = 0.0)
       .def("isend", &isend, py::keep_alive<0, 1>(), py::arg("data"), py::arg("bytes"),
-           py::arg("element"), py::arg("to"), py::arg("tag"), py::arg("timeout") = 0.0)
+           py::arg("element"), py::arg("to"), py::arg("tag"), py::arg("timeout") = 0.0,
+           py::arg("on_device") = 0, py::arg("stream") = 0)
       .def("irecv", &irecv, py::keep_alive<0, 1>(), py::arg("data"), py::arg("bytes"),
-           py::arg("element"), py::arg("source"), py::arg("tag"), py::arg("timeout") = 0.0);
+           py::arg("element"), py::arg("source"), py::arg("tag"), py::arg("timeout") = 0.0,
+           py::arg("on_device") = 0)
+      .def("reaches", &Group::reaches, py::arg("device"), py::arg("peer"), py::arg("bytes"));
   py::dict numbers;
   for (const ElementRow& row : kElementRows) {
     numbers[name_of(row.element)] = static_cast<int>(row.element);

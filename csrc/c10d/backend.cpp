@@ -300,11 +300,11 @@ Backend::WorkPtr Backend::message(OpType type, const Tensors& tensors, int peer,
   const at::Tensor& tensor = only(tensors, what);
   check_tensor(tensor, what, tensor.device());
   if (type != OpType::RECVANYSOURCE) check_rank(peer, getSize(), sends ? "dst" : "src");
-  const Place place = tensor.is_cuda() ? Place::staged : Place::host;
-  if (place == Place::staged) check_can_be_staged(what), tell_staged(what);
-  const auto work = c10::make_intrusive<MessageWork>(connection_.load(), type, tensor, place,
+  if (tensor.is_cuda()) check_can_be_matched(what);
+  const auto work = c10::make_intrusive<MessageWork>(connection_.load(), type, tensor, peer,
                                                      order(tensor.device(), true));
-  MessageWork::start(work, peer, tag, timeout_);
+  if (work->is_staged()) tell_staged(what);
+  MessageWork::start(work, tag, timeout_);
   return coalesced(work);
 }
 

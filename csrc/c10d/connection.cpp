@@ -116,13 +116,15 @@ void* Connection::cuda_side(c10::Device device) {
   return cuda_handle_;
 }
 
-c10::Stream Connection::stream(c10::Device device) {
+// The priority is high if other ranks wait for the stream's kernels.
+c10::Stream Connection::stream(std::optional<c10::Stream>& of, c10::Device device,
+                               bool high_priority) {
   const LockWithoutGil lock(making_stream_);
-  if (!stream_ || stream_->device() != device) {
-    // Its priority is high, because other ranks wait for its kernels.
-    stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
+  if (!of || of->device() != device) {
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    of = guard.getStreamFromGlobalPool(device, high_priority);
   }
-  return *stream_;
+  return *of;
 }
 
 }  // namespace pycomm::c10d

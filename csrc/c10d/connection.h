@@ -80,9 +80,12 @@ class Connection {
   // The handle of the group's CUDA side. The first call connects the devices, in a collective call.
   void* cuda_side(c10::Device device);
   // The stream of operations that do not run on the caller's.
-  c10::Stream stream(c10::Device device);
+  c10::Stream stream(c10::Device device) { return stream(stream_, device, true); }
+  // One that does nothing, unless torch has given it to somebody else, too.
+  c10::Stream idle_stream(c10::Device device) { return stream(idle_stream_, device, false); }
 
  private:
+  c10::Stream stream(std::optional<c10::Stream>& of, c10::Device device, bool high_priority);
   void* connect();
 
   const int rank_;
@@ -95,7 +98,7 @@ class Connection {
   std::optional<c10::Device> device_;
   pybind11::object cuda_side_;
   std::mutex making_stream_;
-  std::optional<c10::Stream> stream_;
+  std::optional<c10::Stream> stream_, idle_stream_;
 };
 
 }  // namespace pycomm::c10d

@@ -57,6 +57,15 @@ at::Tensor empty_on_host(const at::Tensor& like) {
   return at::empty(like.sizes(), like.options().device(at::kCPU).pinned_memory(true));
 }
 
+bool is_captured() {
+  bool captured = false;
+  with_gil([&] {
+    const auto cuda = pybind11::module_::import("torch.cuda");
+    captured = cuda.attr("is_current_stream_capturing")().cast<bool>();
+  });
+  return captured;
+}
+
 at::Tensor factor_of(const ::c10d::ReduceOp& op) {
   const auto* given = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   check_argument(given != nullptr, "op PREMUL_SUM must hold a factor, got none");
@@ -73,13 +82,13 @@ Element element_of(const at::Tensor& tensor) {
 }
 
 void check_can_be_staged(const char* what) {
-  bool captured = false;
-  with_gil([&] {
-    const auto cuda = pybind11::module_::import("torch.cuda");
-    captured = cuda.attr("is_current_stream_capturing")().cast<bool>();
-  });
-  check_argument(!captured, what,
+  check_argument(!is_captured(), what,
                  " of these tensors goes through host memory, which a CUDA graph cannot capture");
+}
+
+void check_can_be_matched(const char* what) {
+  check_argument(!is_captured(), what,
+                 " is matched on the host, which a CUDA graph cannot capture");
 }
 
 bool is_plain(const at::Tensor& tensor) {

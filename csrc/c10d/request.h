@@ -26,9 +26,10 @@ void check_tensor(const at::Tensor& tensor, const char* what, c10::Device device
 // The element type of a tensor. Throws pycomm.ArgumentTypeError for one that pycomm._C cannot
 // move.
 Element element_of(const at::Tensor& tensor);
-// Throws pycomm.ArgumentError if a CUDA graph captures the current stream: it cannot capture `what`,
-// whose tensors are staged.
+// Throws pycomm.ArgumentError if a CUDA graph captures the current stream. It cannot capture `what`,
+// whose tensors are staged, or a message.
 void check_can_be_staged(const char* what);
+void check_can_be_matched(const char* what);
 // is_plain(): whether a tensor's memory holds its elements in order. plain(): the tensor if it is
 // plain and need not be staged, or a copy that is. The host waits for a copy in host memory.
 bool is_plain(const at::Tensor& tensor);

@@ -1,5 +1,8 @@
 #include "c10d/work.h"
 
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+
 #include <thread>
 
 #include "c10d/completer.h"
@@ -33,6 +36,20 @@ const char* title_of(OpType type) {
   return type == OpType::SEND   ? "pycomm:send"
          : type == OpType::RECV ? "pycomm:recv"
                                 : "pycomm:recvAnySource";
+}
+
+// Memory for a tensor on a device that no stream uses any more: its own, or some that will be copied
+// to it. Undefined if there is none for certain (pycomm/_runtime/cuda.py).
+at::Tensor idle_memory(const at::Tensor& tensor, Connection& connection) {
+  if (is_plain(tensor) && current_stream(tensor.device()).query()) {
+    count_write(tensor);
+    return tensor.detach();
+  }
+  at::assert_no_internal_overlap(tensor);
+  const c10::Stream idle = connection.idle_stream(tensor.device());
+  const c10::StreamGuard guard(idle);
+  const at::Tensor memory = at::empty(tensor.sizes(), tensor.options());
+  return idle.query() ? memory : at::Tensor();
 }
 
 [[noreturn]] void throw_timed_out(const char* title, Milliseconds timeout) {
@@ -122,29 +139,47 @@ void CollectiveWork::finish_request(std::exception_ptr error) {
 }
 
 MessageWork::MessageWork(std::shared_ptr<Connection> connection, OpType type,
-                         const at::Tensor& tensor, Place place, std::optional<StreamOrder> order)
+                         const at::Tensor& tensor, int peer, std::optional<StreamOrder> order)
     : Work(std::move(connection), type, title_of(type), {tensor}, std::move(order)),
       tensor_(tensor),
-      dense_(type == OpType::SEND ? plain(tensor, place) : memory_to_write(tensor, place)),
-      receives_(type != OpType::SEND) {}
+      peer_(peer),
+      receives_(type != OpType::SEND) {
+  const bool on_device =
+      tensor.is_cuda() && native().reaches(connection_->group(), tensor.device().index(), peer,
+                                           static_cast<std::int64_t>(tensor.nbytes()));
+  if (on_device && receives_) on_device_ = idle_memory(tensor, *connection_);
+  if (on_device && !receives_) on_device_ = plain(tensor, Place::device);
+  const Place place = tensor.is_cuda() ? Place::staged : Place::host;
+  if (on_device_.defined()) {  // memory that is never written takes none
+    if (receives_) on_host_ = at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
+  } else {
+    on_host_ = receives_ ? memory_to_write(tensor, place) : plain(tensor, place);
+  }
+}
 
 MessageWork::~MessageWork() {
   if (request_ != nullptr) native().release_message(request_);
 }
 
-void MessageWork::start(const c10::intrusive_ptr<MessageWork>& work, int peer, int tag,
+void MessageWork::start(const c10::intrusive_ptr<MessageWork>& work, int tag,
                         Milliseconds timeout) {
-  const at::Tensor& dense = work->dense_;
-  const Message message{work->receives_,
-                        peer,
-                        tag,
-                        element_of(dense),
-                        static_cast<std::int64_t>(dense.nbytes()),
-                        std::chrono::duration<double>(timeout).count()};
+  const at::Tensor& tensor = work->tensor_;
+  Message message{work->receives_,
+                  work->peer_,
+                  tag,
+                  element_of(tensor),
+                  static_cast<std::int64_t>(tensor.nbytes()),
+                  std::chrono::duration<double>(timeout).count()};
+  if (work->on_device_.defined()) {
+    message.on_device = work->on_device_.data_ptr();
+    const c10::Stream stream = current_stream(tensor.device());
+    message.stream = reinterpret_cast<std::uintptr_t>(stream.native_handle());
+  }
+  void* const data = work->on_host_.defined() ? work->on_host_.data_ptr() : nullptr;
   auto reference = reference_to(work);
   void* request = nullptr;
-  check(native().start_message(work->connection_->group(), dense.data_ptr(), message,
-                               &MessageWork::completed, reference.get(), &request));
+  check(native().start_message(work->connection_->group(), data, message, &MessageWork::completed,
+                               reference.get(), &request));
   reference.release();
   std::unique_lock lock(work->mutex_);
   work->request_ = request;
@@ -169,11 +204,15 @@ void MessageWork::finish_message() {
   try {
     check(native().error_of(request_));
     const at::NoGradGuard no_grad;
-    const auto copy = [&] { tensor_.detach().copy_(dense_, /*non_blocking=*/true); };
-    if (receives_ && order_) {
+    const at::Tensor& memory = native().arrived_on_device(request_) ? on_device_ : on_host_;
+    const auto copy = [&] { tensor_.detach().copy_(memory, /*non_blocking=*/true); };
+    if (!receives_ || memory.is_alias_of(tensor_)) {
+      // It is there.
+    } else if (order_) {
       order_->run(copy);
       tensor_.record_stream(order_->stream());
-    } else if (receives_ && !dense_.is_alias_of(tensor_)) {
+      if (on_device_.defined()) on_device_.record_stream(order_->stream());
+    } else {
       copy();
     }
   } catch (...) {

@@ -66,14 +66,14 @@ class CollectiveWork final : public Work {
 // A send or a receive.
 class MessageWork final : public Work {
  public:
-  // `type` is SEND, RECV or RECVANYSOURCE.
+  // `type` is SEND, RECV or RECVANYSOURCE; `peer` is the other rank, or kAnySource.
   MessageWork(std::shared_ptr<Connection> connection, OpType type, const at::Tensor& tensor,
-              Place place, std::optional<StreamOrder> order);
+              int peer, std::optional<StreamOrder> order);
   ~MessageWork() override;
 
-  // `peer` is the other rank, or kAnySource.
-  static void start(const c10::intrusive_ptr<MessageWork>& work, int peer, int tag,
-                    Milliseconds timeout);
+  // True if the tensor is on a device and goes through host memory.
+  bool is_staged() const { return tensor_.is_cuda() && !on_device_.defined(); }
+  static void start(const c10::intrusive_ptr<MessageWork>& work, int tag, Milliseconds timeout);
 
   bool wait(Milliseconds timeout) override;
   int sourceRank() const override { return native().source_of(request_); }
@@ -88,8 +88,12 @@ class MessageWork final : public Work {
   void finish_message();
 
   const at::Tensor tensor_;
-  const at::Tensor dense_;  // shares its memory, or is a contiguous stand-in
+  const int peer_;
   const bool receives_;
+  // Contiguous memory on the tensor's device, if the message can stay on devices, and in host memory.
+  // They share the tensor's, or stand in for it.
+  at::Tensor on_device_;
+  at::Tensor on_host_;
   // Guarded by mutex_. The message may end before its request is known here.
   void* request_ = nullptr;
   bool ended_ = false;

@@ -22,6 +22,10 @@ struct Message {
   Element element;
   std::int64_t bytes;
   double timeout;  // the longest time without progress while a thread waits, in seconds
+  // If reaches() says so: the tensor on its device. A send's is ready after the stream's work so far, a
+  // receive's at once.
+  void* on_device = nullptr;
+  std::uintptr_t stream = 0;
 };
 inline constexpr int kAnySource = -1;
 
@@ -35,6 +39,8 @@ struct BackendTable {
   // Submits calls. If this returns no error, `completed` is called once, by another thread.
   Error (*submit)(void* group, const Call* calls, std::size_t count,
                   void (*completed)(void* context, Error error), void* context);
+  // True if a message from or to a device can stay on devices.
+  bool (*reaches)(void* group, int device, int peer, std::int64_t bytes);
   // Starts a send or a receive. When it has completed or failed, `completed` is called once, by any
   // thread, and may be called before this returns. release_message() takes what this stores in
   // `request`.
@@ -44,9 +50,11 @@ struct BackendTable {
   // run only then. This thread drives the group's messages meanwhile. Stores whether the message has
   // completed.
   Error (*wait_message)(void* request, double seconds, bool* completed);
-  // For a message that has ended: why it failed, or null; and the source of a receive.
+  // For a message that has ended: why it failed, or null; and of a receive the source, and whether the
+  // message is on the device.
   Error (*error_of)(void* request);
   int (*source_of)(void* request);
+  bool (*arrived_on_device)(void* request);
   void (*release_message)(void* request);
   // Calls function(context) with the GIL, which the calling thread may have or not. A thread that
   // asks for it while the interpreter finalizes sleeps until the process has ended.

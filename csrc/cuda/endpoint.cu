@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 
+#include "cuda/device_copies.cuh"
 #include "cuda/order.cuh"
 #include "cuda/runtime.cuh"
 
@@ -302,6 +303,12 @@ Failure Endpoint::failure() const {
           impl_->mailbox->number,
           impl_->mailbox->first,
           impl_->mailbox->other};
+}
+
+std::shared_ptr<DeviceCopies> Endpoint::message_copies() const {
+  const std::int64_t begin = impl_->layout.heap_begin();
+  return std::make_shared<MessageCopies>(impl_->options,
+                                         Range{begin, impl_->options.window_bytes - begin});
 }
 
 struct SharedLaunch::Impl {

@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/device_copies.h"
 #include "core/operation.h"
 #include "core/record.h"
 #include "core/signal.h"
@@ -29,6 +30,7 @@ struct EndpointOptions {
   bool one_address_space;  // ranks are threads, so every rank can read any tensor of another
   bool stage_always;       // never zero copy
   std::int64_t lane_bytes = kLaneBytes;  // see lanes_for()
+  std::int64_t message_bytes = 0;        // at the beginning of the heap, for pieces of messages
 };
 
 // How a kernel failed; `reason` is none if none did. If the host has aborted the group, the host
@@ -119,6 +121,8 @@ class Endpoint {
   std::optional<TimedOperation> next_timed();
   // The failure that a kernel has reported to the host.
   Failure failure() const;
+  // What moves messages. It lives as long as it is used, the windows must, too.
+  std::shared_ptr<DeviceCopies> message_copies() const;
 
  private:
   friend class SharedLaunch;

@@ -20,6 +20,7 @@ Group::Group(std::shared_ptr<cpu::Group> host, std::shared_ptr<Endpoint> endpoin
       interrupt_(interrupt) {
   watcher_ = cpu::start_thread([this] { watch(); });
   host_->kernels_begin();
+  host_->send_on_device();
 }
 
 Group::~Group() {

@@ -44,6 +44,7 @@ std::optional<std::uint64_t> Endpoint::capture_of(std::uintptr_t) const { unavai
 DeviceProgress Endpoint::progress() const { unavailable(); }
 std::optional<TimedOperation> Endpoint::next_timed() { unavailable(); }
 Failure Endpoint::failure() const { unavailable(); }
+std::shared_ptr<DeviceCopies> Endpoint::message_copies() const { unavailable(); }
 SharedLaunch::SharedLaunch(std::vector<std::shared_ptr<Endpoint>>) { unavailable(); }
 SharedLaunch::~SharedLaunch() = default;
 void SharedLaunch::put(int, const Operation&, const void*, void*, std::uintptr_t, const Extras&) {

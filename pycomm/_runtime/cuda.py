@@ -86,11 +86,14 @@ class CudaSide:
         cuda_made(group, device, transport, lanes)
 
     def close(self) -> None:
-        """Waits for all enqueued work, then releases the windows."""
+        """Waits for all enqueued work."""
         self._short_way = None
         if self._heap is not None:
             self._heap.ranges.close()
         self._core.close()
+
+    def release(self) -> None:
+        """Releases the windows, after the group's last message."""
         self._heap = self._keep = None
         self.pools.clear()
 
@@ -377,6 +380,52 @@ def fetch(*stand_ins: HostMirror) -> None:
         torch.cuda.current_stream(stand_ins[0].tensor.device).synchronize()
 
 
+class DeviceReceive:
+    """Where a message for a tensor on this rank's device may arrive.
+
+    Attributes:
+        host: for one from host memory. Memory that is never written takes none.
+        memory: for one from a device, and not in use: the tensor itself, or memory that is copied
+            to it; None if there is none.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.host = host.empty(*tensor.shape, dtype=tensor.dtype)
+        self._tensor = tensor
+        stream = torch.cuda.current_stream(tensor.device)
+        is_idle = tensor.is_contiguous() and stream.query()
+        self.memory = tensor if is_idle else _idle_memory(tensor)
+
+    def finish(self, on_device: bool) -> None:
+        """Copies the message to the tensor on the current stream, if it is not there."""
+        source = self.memory if on_device else self.host
+        if source is None or source is self._tensor:
+            return
+        self._tensor.copy_(source, non_blocking=True)
+        stream = torch.cuda.current_stream(self._tensor.device)
+        for used in (self._tensor, self.memory):
+            if used is not None:
+                used.record_stream(stream)
+
+
+def _idle_memory(like: torch.Tensor) -> torch.Tensor | None:
+    """Memory that no stream uses any more; None if that is not certain.
+
+    A tensor's memory may be in use by earlier work of the stream that it was made on. Nothing works
+    on this one, unless torch has given it to somebody else, too.
+    """
+    device = like.device
+    side = _idle_streams.get(device)
+    if side is None:
+        side = _idle_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        memory = torch.empty(like.shape, dtype=like.dtype, device=device)
+    return memory if side.query() else None
+
+
+_idle_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
 # Connects ranks on CUDA: allocates their windows, and maps each rank's window on the others.
 #
 # This happens at a group's first operation on a CUDA tensor, so all ranks must start that operation
@@ -387,6 +436,7 @@ def fetch(*stand_ins: HostMirror) -> None:
 # - otherwise pinned host memory in the group's window, on all ranks.
 
 STAGING_BYTES = 32 << 20  # per rank, at least
+MESSAGE_BYTES = 8 << 20  # per rank, for pieces of messages
 
 # Variables that torch reads when it makes symmetric memory. Multicast is not used here, and its
 # setup fails or hangs on some machines. Torch refuses two ranks on GPUs of the same number, but
@@ -490,7 +540,7 @@ def join_processes(
     if (wished := max(_gather(group, wish))) > heap_bytes:
         free, _ = torch.cuda.mem_get_info(device)
         heap_bytes = max(heap_bytes, min(wished, *_gather(group, free // (2 * crowd))))
-    window_bytes = _C.cuda_window_bytes(group.size, lanes, staging, heap_bytes)
+    window_bytes = _C.cuda_window_bytes(group.size, lanes, staging, MESSAGE_BYTES + heap_bytes)
     keep: Any
     symmetric, why = _symmetric_windows(group, device, devices, process_group, window_bytes)
     if symmetric is not None:
@@ -504,7 +554,6 @@ def join_processes(
         window_bytes -= heap_bytes
         windows, keep = _pinned_windows(group, device, window_bytes)
         fallback(group, "CUDA tensors go through host memory, which is slow: %s", why)
-    _barrier(group)  # every window is zero
     endpoint = _C.CudaEndpoint(
         device.index,
         group.rank,
@@ -516,12 +565,15 @@ def join_processes(
         windows,
         one_address_space=False,
         stage_always=False,
+        message_bytes=MESSAGE_BYTES,
     )
     heap = None
     if symmetric is not None:
-        begin = _C.cuda_heap_begin(group.size, lanes, staging)
+        begin = _C.cuda_heap_begin(group.size, lanes, staging) + MESSAGE_BYTES
         every = [window + begin for window in windows]
         heap = CudaHeap(memory[begin:], every, endpoint, group._core)
+    endpoint.serve_messages(group._core)
+    _barrier(group)  # every window is zero, and every rank takes messages from devices
     return CudaSide(group, device, transport, endpoint, None, lanes, heap, keep)
 
 
@@ -647,9 +699,12 @@ class LocalDevices:
                 windows,
                 one_address_space=True,
                 stage_always=self._stage_always,
+                message_bytes=0,  # nothing is out of the other ranks' reach
             )
             for rank, device in enumerate(devices)
         ]
+        for group, endpoint in zip(groups, endpoints, strict=True):
+            endpoint.serve_messages(group._core)
         shared = _C.CudaSharedLaunch(endpoints) if together else None
         return [
             CudaSide(group, device, "threads", endpoint, shared, lanes, None, memory)

@@ -50,7 +50,7 @@ pybind11.get_include(), sysconfig.get_path('include'), *torch.include_paths(), s
   target_compile_options(pycomm_c10d PRIVATE -fPIC -fvisibility=hidden)
 endif()
 
-set(PYCOMM_CPU_TESTS codec collectives compressed fuzz internode memory record waiting layout optim optim_step sharded_step sharded_faults p2p p2p_faults)
+set(PYCOMM_CPU_TESTS codec collectives compressed fuzz internode memory record waiting layout optim optim_step sharded_step sharded_faults p2p p2p_device p2p_faults)
 # A part has one half of these tests under a sanitizer, and the other half without one.
 if(NOT "${PYCOMM_PART}" STREQUAL "")
   set(number ${PYCOMM_PART})
@@ -146,7 +146,10 @@ if(PYCOMM_SANITIZE STREQUAL "" AND CMAKE_SYSTEM_PROCESSOR STREQUAL "x86_64")
     execute_process(COMMAND ${PYCOMM_PYTHON} -c "import torch.utils.cpp_extension as torch; print(*torch.library_paths(), sep=';', end='')"
                     OUTPUT_VARIABLE torch_libraries COMMAND_ERROR_IS_FATAL ANY)
     target_link_directories(emulator PRIVATE ${torch_libraries})
-    target_link_options(emulator PRIVATE LINKER:--wrap=_ZN6pycomm4cuda5Group3runERKNS_4CallEmRKNS0_8ShardingE)
+    foreach(function _ZN6pycomm4cuda5Group3runERKNS_4CallEmRKNS0_8ShardingE
+            _Z15cudaMemcpyAsyncPvPKvmiP6Stream _Z15cudaEventRecordP5EventP6Stream _Z14cudaEventQueryP5Event)
+      target_link_options(emulator PRIVATE LINKER:--wrap=${function})
+    endforeach()
     target_link_libraries(emulator PRIVATE pycomm_device c10 torch_cpu torch_python)
     set_target_properties(emulator PROPERTIES PREFIX "" BUILD_RPATH "${torch_libraries}")
   endif()

@@ -13,6 +13,8 @@
 #include <memory>
 #include <utility>
 #include <vector>
+#include <mutex>
+#include <set>
 
 #include "device.h"
 
@@ -33,6 +35,8 @@ namespace {
 constexpr std::size_t kAlignment = 512;
 thread_local c10::StreamId current[kDevices] = {};
 bool may_wait = true;
+std::mutex sleeping_mutex;
+std::set<Line> sleeping;  // streams that seem to be busy until the host waits for one
 std::atomic<std::size_t> held = 0, peak = 0;  // bytes on all devices, without those of captures
 
 // The functions of the memory pool that this thread uses, if it uses one. Here, each tensor is a segment.
@@ -122,7 +126,11 @@ bool is_captured(const c10::Stream& stream) {
   return status == cudaStreamCaptureStatusActive;
 }
 
-void wait() { TORCH_CHECK(may_wait, "called a synchronizing CUDA operation"); }
+void wait() {
+  TORCH_CHECK(may_wait, "called a synchronizing CUDA operation");
+  const std::lock_guard lock(sleeping_mutex);
+  sleeping.clear();
+}
 
 namespace {
 
@@ -186,6 +194,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     cudaEventDestroy(event_of(event));
   }
   bool queryStream(const c10::Stream& stream) const override {
+    const std::lock_guard lock(sleeping_mutex);
+    if (sleeping.contains(line_of(stream))) return false;
     order.host_waits(line_of(stream));
     return true;
   }
@@ -267,6 +277,10 @@ PYBIND11_MODULE(_emulator, m) {
   });
   m.def("when_out_of_memory",
         [](const pybind11::function& observer) { observers().push_back(observer); });
+  m.def("sleep", [] {
+    const std::lock_guard lock(sleeping_mutex);
+    sleeping.insert(line_of(current_stream()));
+  });
   m.def("let_wait", [](bool may) { may_wait = may; });
   m.def("memory", [] { return std::pair(held.load(), peak.load()); });
   m.def("reset_peak", [] { peak = held.load(); });

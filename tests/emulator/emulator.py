@@ -232,6 +232,7 @@ REPLACED = {
     "_exchange_device": exchange_device,
     "_maybe_exchange_device": lambda to: exchange_device(to),  # torch.compile tells them apart
     "_lazy_init": lambda: None,
+    "_sleep": lambda _cycles: device.sleep(),
     "can_device_access_peer": lambda *_: True,
     "current_device": current_device,
     "current_stream": current_stream,

@@ -266,6 +266,12 @@ void operation_uses(const void* data, std::uintptr_t stream, bool writes) {
   order.access_at(address, line_of(line), writes, "a kernel");
 }
 
+// The stream of a call of the runtime; null is the default one.
+c10::Stream stream_of(cudaStream_t stream) {
+  const c10::Device here(c10::kCUDA, static_cast<c10::DeviceIndex>(device::current_device()));
+  return c10::Stream(c10::Stream::UNSAFE, here, reinterpret_cast<c10::StreamId>(stream));
+}
+
 // A tensor over memory that is there.
 at::Tensor bytes_at(std::int64_t address, std::int64_t bytes, at::Device device) {
   order.allocated(reinterpret_cast<void*>(address), static_cast<std::size_t>(bytes),
@@ -292,6 +298,34 @@ extern "C" void __wrap__ZN6pycomm4cuda5Group3runERKNS_4CallEmRKNS0_8ShardingE(
   operation_uses(call.input, stream, false);
   operation_uses(call.output, stream, true);
   __real__ZN6pycomm4cuda5Group3runERKNS_4CallEmRKNS0_8ShardingE(group, call, stream, sharding);
+}
+
+// In the same way, what pycomm does by CUDA's runtime itself: copies and events.
+extern "C" cudaError_t __real__Z15cudaMemcpyAsyncPvPKvmiP6Stream(void*, const void*, std::size_t,
+                                                                 int, cudaStream_t);
+extern "C" cudaError_t __wrap__Z15cudaMemcpyAsyncPvPKvmiP6Stream(void* to, const void* from,
+                                                                 std::size_t bytes, int kind,
+                                                                 cudaStream_t stream) {
+  const c10::Stream copies = stream_of(stream);
+  if (!is_captured(copies)) {
+    const auto address = [](const void* data) { return reinterpret_cast<std::int64_t>(data); };
+    const auto count = static_cast<std::int64_t>(bytes);
+    order.begin(line_of(copies));
+    order.access_at(address(from), line_of(copies), false, "a copy", count);
+    order.access_at(address(to), line_of(copies), true, "a copy", count);
+  }
+  return __real__Z15cudaMemcpyAsyncPvPKvmiP6Stream(to, from, bytes, kind, stream);
+}
+extern "C" cudaError_t __real__Z15cudaEventRecordP5EventP6Stream(cudaEvent_t, cudaStream_t);
+extern "C" cudaError_t __wrap__Z15cudaEventRecordP5EventP6Stream(cudaEvent_t event,
+                                                                 cudaStream_t stream) {
+  order.record(event, line_of(stream_of(stream)));
+  return __real__Z15cudaEventRecordP5EventP6Stream(event, stream);
+}
+extern "C" cudaError_t __real__Z14cudaEventQueryP5Event(cudaEvent_t);
+extern "C" cudaError_t __wrap__Z14cudaEventQueryP5Event(cudaEvent_t event) {
+  order.host_waits(event);
+  return __real__Z14cudaEventQueryP5Event(event);
 }
 
 TORCH_LIBRARY(emulator, m) {

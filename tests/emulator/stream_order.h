@@ -94,14 +94,15 @@ class StreamOrder {
     return begin < found->second.bytes ? found->second.stream.first : -1;
   }
   // The same for a number that may be the address of something that a kernel uses.
-  void access_at(std::int64_t address, Line stream, bool writes, const std::string& work) {
+  void access_at(std::int64_t address, Line stream, bool writes, const std::string& work,
+                 std::int64_t bytes = 1) {
     if (device_at(address) < 0) return;
     std::unique_lock lock(mutex_);
     const void* const memory =
         std::prev(allocations_.upper_bound(reinterpret_cast<const void*>(address)))->first;
     lock.unlock();
     const std::int64_t begin = address - reinterpret_cast<std::int64_t>(memory);
-    access(memory, begin, begin + 1, stream, writes, work);
+    access(memory, begin, begin + bytes, stream, writes, work);
   }
   // The memory goes to its stream's next allocation, but waits for streams that are recorded.
   void recorded(const void* memory, Line stream) {

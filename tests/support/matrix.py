@@ -22,6 +22,7 @@ COLUMNS = (
 )
 RANKS = 3
 ROWS = 4  # of a rank's block
+MANY = 200  # blocks of all ranks in a message
 
 Results = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
@@ -147,24 +148,28 @@ class Programs:
         begin = rows * (rows - 1) // 2
         yield out, torch.cat([x[begin : begin + rows] for x in EVERY])
 
-    def send_and_recv(self) -> Results:
+    def message(self) -> tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Destination and source; what to send, memory, and what arrives: more than 16 KiB."""
         to, source = (self.rank + 1) % RANKS, (self.rank - 1) % RANKS
-        x = torch.zeros_like(self.x).t()
+        wanted = EVERY[source].repeat(MANY, 1).t()
+        return to, source, self.x.repeat(MANY, 1).t(), torch.zeros_like(wanted).to(self.x), wanted
+
+    def send_and_recv(self) -> Results:
+        to, source, given, x, wanted = self.message()
         if self.rank == 0:
-            pycomm.send(self.x.t(), to, group=self.group)
+            pycomm.send(given, to, group=self.group)
         assert pycomm.recv(x, source, group=self.group) == source
         if self.rank > 0:
-            pycomm.send(self.x.t(), to, group=self.group)
-        yield x, EVERY[source].t()
+            pycomm.send(given, to, group=self.group)
+        yield x, wanted
 
     def isend_and_irecv(self) -> Results:
-        to, source = (self.rank + 1) % RANKS, (self.rank - 1) % RANKS
-        x = torch.zeros_like(self.x).t()
+        to, source, given, x, wanted = self.message()
         received = pycomm.irecv(x, source, group=self.group)
-        sent = pycomm.isend(self.x.t(), to, group=self.group)
+        sent = pycomm.isend(given, to, group=self.group)
         received.wait()
         sent.wait()
-        yield x, EVERY[source].t()
+        yield x, wanted
 
 
 # The operations, as the table names them.

@@ -322,6 +322,11 @@ bool Group::p2p_idle() {
   return p2p_ == nullptr || p2p_->idle();
 }
 
+bool Group::reaches(int device, int peer, std::int64_t bytes) {
+  const std::lock_guard lock(p2p_mutex_);
+  return p2p_ != nullptr && p2p_->reaches(device, peer, bytes);
+}
+
 bool Group::p2p_awaits(int rank) {
   const std::lock_guard lock(p2p_mutex_);
   return p2p_ != nullptr && p2p_->awaits(rank);

@@ -82,6 +82,11 @@ class Group {
     return p2p().irecv(data, envelope, options);
   }
 
+  // As in p2p::Engine.
+  void serve_device(std::shared_ptr<DeviceCopies> copies) { p2p().serve_device(std::move(copies)); }
+  void send_on_device() { p2p().send_on_device(); }
+  bool reaches(int device, int peer, std::int64_t bytes);
+
   // Throws if the group is unusable: the original error if no caller has received it yet, else
   // GroupUnusable.
   void check_usable();

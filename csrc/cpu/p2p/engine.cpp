@@ -42,6 +42,29 @@ Engine::Engine(Window& window, Comm& comm, std::shared_ptr<std::atomic<bool>> to
   if (others_) streams_.emplace(node_, matcher_, others_->nodes, others_->port);
 }
 
+void Engine::serve_device(std::shared_ptr<DeviceCopies> copies) {
+  const Lock lock(mutex_);
+  const auto [begin, bytes] = copies->slots();
+  for (std::int64_t done = 0; done + kSlotBytes <= bytes; done += kSlotBytes) {
+    node_.free_slots.push_back(begin + done);
+  }
+  node_.copies = std::move(copies);
+}
+
+void Engine::send_on_device() {
+  const Lock lock(mutex_);
+  sends_on_device_ = true;
+}
+
+// Small messages do not wait for their receivers, so they go through host memory.
+bool Engine::reaches(int device, int peer, std::int64_t bytes) {
+  const Lock lock(mutex_);
+  const bool is_other =
+      peer >= 0 && peer < world() && peer != self() && node_.comm.index_of(peer) >= 0;
+  return sends_on_device_ && device == node_.copies->device() && bytes > kEagerBytes &&
+         (peer == kAnySource || is_other);
+}
+
 RequestPtr Engine::make(bool receives, void* data, const Envelope& envelope,
                         const Options& options) {
   PYCOMM_CHECK(
@@ -49,12 +72,17 @@ RequestPtr Engine::make(bool receives, void* data, const Envelope& envelope,
       std::string(receives ? "src" : "dst") + " must be a rank of the group, from 0 to " +
           std::to_string(world() - 1) + ", got " + std::to_string(envelope.peer));
   PYCOMM_CHECK(is_element(envelope.element) && envelope.bytes >= 0 &&
-                   envelope.bytes <= kMostBytes && (data != nullptr || envelope.bytes == 0),
+                   envelope.bytes <= kMostBytes &&
+                   (data != nullptr || envelope.bytes == 0 || options.on_device != nullptr),
                "a message must have memory and a known dtype");
   auto request = std::make_shared<Request>();
   request->engine = this;
   request->receives = receives;
   request->data = static_cast<std::byte*>(data);
+  request->on_device = static_cast<std::byte*>(options.on_device);
+  if (!receives && request->on_device != nullptr) {
+    request->ready = node_.copies->mark(options.stream);
+  }
   request->envelope = envelope;
   request->peer = envelope.peer;
   request->callback = options.callback;

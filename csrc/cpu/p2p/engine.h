@@ -46,6 +46,13 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
+  // Lets messages to and from this rank use its device. All ranks of the node call this, and then
+  // send_on_device() when all have done so.
+  void serve_device(std::shared_ptr<DeviceCopies> copies);
+  void send_on_device();
+  // True if a message of this size from or to a device of this number can stay on devices, except if
+  // the other side is in host memory.
+  bool reaches(int device, int peer, std::int64_t bytes);
   // Start an operation. The buffer must live until the request has completed.
   RequestPtr isend(const void* data, const Envelope& envelope, const Options& options = {});
   RequestPtr irecv(void* data, const Envelope& envelope, const Options& options = {});
@@ -123,7 +130,8 @@ class Engine {
   const std::function<void(const CollectiveError&)> failed_;
   std::uint32_t count_ = 0;  // operations so far
   bool ended_ = false;       // closed or failed
-  WaitingTime clock_;        // counts the time in which this rank could run
+  bool sends_on_device_ = false;
+  WaitingTime clock_;  // counts the time in which this rank could run
   Clock::time_point look_at_ = {};
   int looked_at_ = 0;
   std::string cause_;  // of malformed data

@@ -18,6 +18,7 @@ void Request::rethrow() {
 void Engine::fail(const std::string& cause) {
   ended_ = true;
   retreat();
+  if (node_.copies) node_.copies->finish();
   if (others_) others_->stop();
   const std::uint64_t word = node_.comm.decided_word();
   const auto group = node_.comm.report();

@@ -31,7 +31,8 @@ enum class FrameKind : std::uint8_t {
   announce,  // a message; its bytes follow when the receiver has accepted it
   data,      // the next bytes of an accepted message
   written,   // the sender has written an accepted message where the receiver wants it
-  left       // between nodes: the sender leaves the group, this is its last frame
+  piece,  // the next bytes of an accepted message, which lie in the window of the sender's device
+  left    // between nodes: the sender leaves the group, this is its last frame
 };
 
 // Begins a frame. The payload of eager messages and of data follows; it is padded to whole lines.
@@ -41,8 +42,8 @@ struct alignas(kLine) Frame {
   Element element;
   std::int32_t tag;
   std::uint64_t message;  // the number of the message from this sender to this receiver
-  std::int64_t bytes;     // of the message; for data, of its payload
-  std::int64_t offset;    // announced: the place of the bytes in the sender's heap
+  std::int64_t bytes;     // of the message; for data and pieces, of these
+  std::int64_t offset;    // announced: the place of the bytes in the sender's heap; a piece's place
   Channel channel = Channel::program;
 };
 static_assert(sizeof(Frame) == kLine);
@@ -66,7 +67,7 @@ inline void check_place(std::int64_t offset, std::int64_t bytes, const Range& he
 inline void check_frame(const Frame& frame, std::uint32_t context, std::int64_t available,
                         const Range& heap) {
   PYCOMM_CHECK(frame.context == context, "a frame is from another group");
-  PYCOMM_CHECK(frame.kind <= FrameKind::written && is_element(frame.element),
+  PYCOMM_CHECK(frame.kind <= FrameKind::piece && is_element(frame.element),
                "a frame has an unknown kind or dtype");
   PYCOMM_CHECK(frame.channel <= Channel::collective, "a frame is on no channel");
   PYCOMM_CHECK(frame.bytes >= 0 && frame.bytes <= kMostBytes, "a message has an impossible size");
@@ -99,13 +100,13 @@ inline void check_streamed_frame(const Frame& frame) {
 
 enum class AnswerKind : std::uint32_t {
   accept,  // the receiver has a place for the message
-  taken,   // the receiver has read the message from the sender's heap
+  taken,   // the receiver has read the message, or a piece of it, where it lies
   left     // between nodes: the receiver leaves the group, this is its last answer
 };
 
 struct Answer {
   std::uint64_t message;
-  std::int64_t offset;  // accepted: the place for the bytes in the receiver's heap
+  std::int64_t offset;  // accepted: the place for the bytes in the receiver's heap; a piece's place
   std::uint32_t context;
   AnswerKind kind;
 };

@@ -28,6 +28,7 @@ bool Incoming::progress() {
     bytes += length_of(frame);
   }
   moved |= read_directly();
+  moved |= end_fetches();
   moved |= send_answers();
   if (moved) node_.wake(from_);
   return moved;
@@ -43,6 +44,8 @@ void Incoming::take(const Frame& frame) {
       return take_data(frame);
     case FrameKind::written:
       return take_written(frame);
+    case FrameKind::piece:
+      return take_piece(frame);
     case FrameKind::left:  // check_frame() has refused it
       return;
   }
@@ -127,6 +130,41 @@ bool Incoming::read_directly() {
   complete(reading.receive);
   readings_.pop_front();
   return true;
+}
+
+// From the sender's device to this rank's, or to host memory if the receive has no other.
+void Incoming::take_piece(const Frame& frame) {
+  const auto found = deliveries_.find(frame.message);
+  PYCOMM_CHECK(found != deliveries_.end() && node_.copies != nullptr,
+               "a piece belongs to an unknown message");
+  Delivery& to = found->second;
+  Request& receive = *to.receive;
+  const std::int64_t bytes = receive.envelope.bytes;
+  PYCOMM_CHECK(frame.bytes > 0 && frame.bytes <= bytes - to.done, "a message is too long");
+  receive.arrived_on_device = receive.on_device != nullptr;
+  std::byte* const memory = receive.arrived_on_device ? receive.on_device : receive.data;
+  DeviceCopies::Mark copied =
+      node_.copies->fetch(memory + to.done, from_, frame.offset, frame.bytes);
+  to.done += frame.bytes;
+  receive.since = Request::kUnset;
+  const bool last = to.done == bytes;
+  const Answer answer{frame.message, frame.offset, node_.window.id(), AnswerKind::taken};
+  fetches_.push_back({to.receive, answer, std::move(copied), last});
+  if (last) deliveries_.erase(found);
+}
+
+// A sender that has failed may have overwritten what was copied after its abort.
+bool Incoming::end_fetches() {
+  bool moved = false;
+  for (; !fetches_.empty() && node_.passed(fetches_.front().copied); moved = true) {
+    if (node_.comm.aborted() != 0) throw Stopped();
+    const Fetch& done = fetches_.front();
+    answers_.push_back(done.answer);
+    done.receive->since = Request::kUnset;
+    if (done.last) complete(done.receive);
+    fetches_.pop_front();
+  }
+  return moved;
 }
 
 bool Incoming::send_answers() {

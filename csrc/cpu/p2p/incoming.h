@@ -38,13 +38,22 @@ class Incoming {
     const std::byte* data;
     std::int64_t done = 0;
   };
+  // A piece that this rank copies from the window of the sender's device.
+  struct Fetch {
+    RequestPtr receive;
+    Answer answer;
+    DeviceCopies::Mark copied;
+    bool last;
+  };
   void open();
   void take(const Frame& frame);
   void take_eager(const Frame& frame);
   void take_data(const Frame& frame);
   void take_written(const Frame& frame);
+  void take_piece(const Frame& frame);
   Delivery& delivery(const Frame& frame, bool direct);
   bool read_directly();
+  bool end_fetches();
   bool send_answers();
   void complete(const RequestPtr& receive);
   int number() const { return node_.comm.number(from_); }
@@ -57,6 +66,7 @@ class Incoming {
   std::uint64_t next_ = 0;
   std::map<std::uint64_t, Delivery> deliveries_;
   std::deque<Reading> readings_;
+  std::deque<Fetch> fetches_;
   std::deque<Answer> answers_;  // for which the queue had no room
 };
 

@@ -43,6 +43,9 @@ struct Node {
   Comm& comm;
   const Port* port = nullptr;  // if the group spans nodes
   Requests requests = {};
+  std::shared_ptr<DeviceCopies> copies = {};  // if this rank has a device
+  std::vector<std::int64_t> free_slots = {};  // in the window of the device
+  bool awaits_device = false;                 // this turn has found work that is not complete
 
   int rank() const { return comm.rank(); }
   Range heap_range() const {
@@ -61,6 +64,12 @@ struct Node {
   // or the rank that fails sees that this one uses its memory: both write first and read
   // afterwards, in one total order.
   void copy_in_peers_heap(std::byte* to, const std::byte* from, std::int64_t bytes) const;
+  // True if work of the device is complete.
+  bool passed(DeviceCopies::Mark& mark) {
+    const bool has_passed = mark == nullptr || copies->passed(mark);
+    awaits_device |= !has_passed;
+    return has_passed;
+  }
   // Checks that a message and the receive that it matches agree. Aborts the group if not. `source`
   // is the sender's number in the whole group.
   void check_match(int source, const Frame& frame, const Request& receive) const;
@@ -68,5 +77,7 @@ struct Node {
 
 // The most that is copied directly before other messages get their turn.
 inline constexpr std::int64_t kSliceBytes = 1 << 20;
+// The most of a message on a device that is copied at a time, unless other ranks read it in place.
+inline constexpr std::int64_t kSlotBytes = 2 << 20;
 
 }  // namespace pycomm::cpu::p2p

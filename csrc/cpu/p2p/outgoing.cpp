@@ -29,6 +29,7 @@ bool Outgoing::progress() {
   publish();
   moved |= stream();
   moved |= write_directly();
+  moved |= send_pieces();
   return moved;
 }
 
@@ -53,7 +54,9 @@ bool Outgoing::send_queued() {
     Frame header = frame(eager ? FrameKind::eager : FrameKind::announce, next_, *request, bytes);
     if (ring_->room() < length_of(header)) break;
     if (!eager) {
-      header.offset = node_.window.place_in_heap(node_.rank(), request->data, bytes);
+      if (request->on_device == nullptr) {
+        header.offset = node_.window.place_in_heap(node_.rank(), request->data, bytes);
+      }
       request->exposed_at = header.offset;
       announced_[next_] = request;
     }
@@ -70,6 +73,10 @@ bool Outgoing::take_answers() {
   bool moved = false;
   for (Answer answer{}; ring_->next(answer); moved = true) {
     PYCOMM_CHECK(answer.context == node_.window.id(), "an answer is from another group");
+    if (on_device_.contains(answer.message)) {
+      piece_taken(answer);
+      continue;
+    }
     const auto found = announced_.find(answer.message);
     PYCOMM_CHECK(found != announced_.end(), "an answer is to a message that was not announced");
     if (answer.kind == AnswerKind::accept) {
@@ -89,7 +96,10 @@ void Outgoing::accept(const Answer& answer) {
   const std::int64_t bytes = accepted.request->envelope.bytes;
   accepted.request->since = Request::kUnset;
   check_place(answer.offset, bytes, node_.heap_range());
-  if (answer.offset == kNotInWindow) {
+  if (accepted.request->on_device != nullptr) {
+    const std::int64_t place = node_.copies->place_of(accepted.request->on_device, bytes);
+    on_device_[answer.message] = {std::move(accepted.request), place};
+  } else if (answer.offset == kNotInWindow) {
     streams_.push_back(std::move(accepted));
   } else {
     accepted.to = node_.window.in_heap(to_, answer.offset, bytes);
@@ -138,6 +148,62 @@ bool Outgoing::write_directly() {
   node_.requests.complete(accepted.request);
   writes_.pop_front();
   return true;
+}
+
+bool Outgoing::send_pieces() {
+  bool moved = false;
+  for (auto& [number, message] : on_device_) {
+    while (add_piece(message)) moved = true;
+    for (Piece& piece : message.pieces) {
+      if (piece.shown) continue;
+      if (!show_piece(number, message, piece)) break;
+      moved = true;
+    }
+  }
+  publish();
+  return moved;
+}
+
+// What other ranks cannot use where it lies is copied to a slot first.
+bool Outgoing::add_piece(OnDevice& message) {
+  Request& request = *message.request;
+  const std::int64_t bytes = request.envelope.bytes;
+  if (message.done == bytes || !node_.passed(request.ready)) return false;
+  if (message.place != kNotInWindow) {
+    message.pieces.push_back({message.place, bytes, nullptr});
+  } else {
+    if (node_.free_slots.empty()) return false;
+    const std::int64_t slot = node_.free_slots.back();
+    const std::int64_t n = std::min(bytes - message.done, kSlotBytes);
+    message.pieces.push_back(
+        {slot, n, node_.copies->put(slot, request.on_device + message.done, n)});
+    node_.free_slots.pop_back();
+  }
+  message.done += message.pieces.back().bytes;
+  request.since = Request::kUnset;
+  return true;
+}
+
+bool Outgoing::show_piece(std::uint64_t number, OnDevice& message, Piece& piece) {
+  Frame next = frame(FrameKind::piece, number, *message.request, piece.bytes);
+  next.offset = piece.place;
+  if (!node_.passed(piece.put) || ring_->room() < length_of(next)) return false;
+  ring_->write(next);
+  message.request->since = Request::kUnset;
+  return piece.shown = true;
+}
+
+void Outgoing::piece_taken(const Answer& answer) {
+  OnDevice& message = on_device_.at(answer.message);
+  PYCOMM_CHECK(answer.kind == AnswerKind::taken && !message.pieces.empty() &&
+                   message.pieces.front().shown && message.pieces.front().place == answer.offset,
+               "an answer is to a piece that was not sent");
+  if (message.place == kNotInWindow) node_.free_slots.push_back(answer.offset);
+  message.pieces.pop_front();
+  message.request->since = Request::kUnset;
+  if (message.done < message.request->envelope.bytes || !message.pieces.empty()) return;
+  node_.requests.complete(message.request);
+  on_device_.erase(answer.message);
 }
 
 }  // namespace pycomm::cpu::p2p

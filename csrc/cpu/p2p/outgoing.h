@@ -21,7 +21,8 @@ class Outgoing {
   // Does what can be done without waiting. Returns true if it did anything.
   bool progress();
   bool busy() const {
-    return !queued_.empty() || !announced_.empty() || !streams_.empty() || !writes_.empty();
+    return !queued_.empty() || !announced_.empty() || !streams_.empty() || !writes_.empty() ||
+           !on_device_.empty();
   }
 
  private:
@@ -32,6 +33,19 @@ class Outgoing {
     std::byte* to = nullptr;  // in the receiver's heap, if it goes there directly
     std::int64_t done = 0;
   };
+  // A part of a message on the device that the receiver fetches.
+  struct Piece {
+    std::int64_t place;
+    std::int64_t bytes;
+    DeviceCopies::Mark put;  // null once it is there
+    bool shown = false;
+  };
+  struct OnDevice {
+    RequestPtr request;
+    std::int64_t place;             // where the receiver finds it; else it goes through slots
+    std::int64_t done = 0;          // bytes in pieces
+    std::deque<Piece> pieces = {};  // that the receiver has not taken
+  };
   Frame frame(FrameKind kind, std::uint64_t message, const Request& request,
               std::int64_t bytes) const;
   bool take_answers();
@@ -39,6 +53,10 @@ class Outgoing {
   bool send_queued();
   bool stream();
   bool write_directly();
+  bool send_pieces();
+  bool add_piece(OnDevice& message);
+  bool show_piece(std::uint64_t number, OnDevice& message, Piece& piece);
+  void piece_taken(const Answer& answer);
   void publish();
 
   Node& node_;
@@ -49,6 +67,7 @@ class Outgoing {
   std::map<std::uint64_t, RequestPtr> announced_;  // not accepted yet
   std::deque<Accepted> streams_;
   std::deque<Accepted> writes_;
+  std::map<std::uint64_t, OnDevice> on_device_;  // accepted
 };
 
 }  // namespace pycomm::cpu::p2p

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "core/device_copies.h"
 #include "cpu/executor/store_policy.h"
 #include "cpu/p2p/frame.h"
 
@@ -42,6 +43,10 @@ struct Options {
   bool always_timed = false;
   // The caller will soon wait for the request, so no other thread needs to drive it.
   bool waited_for = false;
+  // The tensor, if Engine::reaches() says so: a send's after all work of this stream so far, a
+  // receive's when nothing uses it. A receive also needs host memory, for messages from there.
+  void* on_device = nullptr;
+  std::uintptr_t stream = 0;
 };
 
 // Callers use the methods and the source only.
@@ -55,6 +60,8 @@ struct Request {
   bool completed() const { return done.load(std::memory_order_acquire); }
   // The rank that has sent a received message; valid once the request has completed.
   int source = kAnySource;
+  // True if it is on the device, false if it is in host memory.
+  bool arrived_on_device = false;
 
   // The text for error messages.
   std::string describe() const;
@@ -64,6 +71,8 @@ struct Request {
   Engine* engine = nullptr;
   bool receives = false;
   std::byte* data = nullptr;
+  std::byte* on_device = nullptr;
+  DeviceCopies::Mark ready = {};  // what a send on the device waits for
   Envelope envelope = {};
   int peer = 0;  // the envelope's, or the source that a message for any source has come from
   std::uint32_t number = 0;

@@ -16,6 +16,8 @@ namespace {
 // The time for which the engine's thread leaves pending operations to a thread that is about to
 // wait for them.
 constexpr auto kTakeOver = std::chrono::microseconds(500);
+// The longest sleep while work of the device runs, which rings no bell.
+constexpr Clock::duration kDeviceNap = std::chrono::microseconds(100);
 
 // Releases a lock for its lifetime.
 class Released {
@@ -136,7 +138,8 @@ void Engine::drive(Lock& lock, Clock::time_point until, Over over) {
       const Released released(lock);
       sched_yield();
     } else {
-      sleep = std::min<Clock::duration>(2 * sleep, kLongestSleep);
+      sleep =
+          std::min<Clock::duration>(2 * sleep, node_.awaits_device ? kDeviceNap : kLongestSleep);
       doze(lock, sleep);
     }
   }
@@ -196,6 +199,7 @@ bool Engine::guarded(Lock& lock, const std::function<bool()>& work) {
 bool Engine::progress() {
   if (node_.requests.pending().empty()) return false;
   if (node_.comm.aborted() != 0) throw Stopped();
+  node_.awaits_device = false;
   // First, because this forgets knocks of this node's ranks.
   bool moved = streams_ && streams_->progress();
   for (int r = 0; r < node_.comm.size(); ++r) moved |= progress_with(r);

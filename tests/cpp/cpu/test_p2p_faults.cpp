@@ -225,6 +225,7 @@ void blames_the_sender_of_malformed_frames() {
       {"out of order", [](Frame& f) { f.message = 3; }},
       {"unknown message", [](Frame& f) { f.kind = FrameKind::data; }},
       {"unknown message", [](Frame& f) { f.kind = FrameKind::written; }},
+      {"unknown message", [](Frame& f) { f.kind = FrameKind::piece; }},
       {"outside the heap",
        [](Frame& f) {
          f.kind = FrameKind::announce;

@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "core/call.h"
+#include "support/messages.h"
 #include "support/operations.h"
 #include "support/rank_tensors.h"
 
@@ -140,6 +141,33 @@ void replays(int n) {
   ranks.replay(operations, 100);
 }
 
+// Messages are fetched from other ranks' heaps, and from nowhere else.
+void copies_of_messages() {
+  constexpr std::int64_t kBytes = 1000;
+  MappedWorld world(2, kHeap);
+  const auto mine = world.endpoints[0]->message_copies();
+  const auto theirs = world.endpoints[1]->message_copies();
+  std::vector<std::byte> sent(kBytes), received(kBytes);
+  for (std::size_t i = 0; i < sent.size(); ++i) sent[i] = static_cast<std::byte>(i % 251);
+  const std::int64_t last = theirs->place_of(world.heap(1) + kHeap - kBytes, kBytes);
+  DeviceCopies::Mark mark = theirs->put(last, sent.data(), kBytes);
+  while (!theirs->passed(mark)) continue;
+  mark = mine->fetch(received.data(), 1, last, kBytes);
+  while (!mine->passed(mark)) continue;
+  must(mark == nullptr && received == sent, "the other rank's bytes must arrive");
+  must(theirs->place_of(sent.data(), kBytes) == kNotInWindow, "others cannot use private memory");
+  const std::int64_t first = theirs->slots().begin;
+  for (const std::int64_t place : {first - 1, last + 1, std::int64_t{-1}, kHeap << 20}) {
+    bool refused = false;
+    try {
+      mine->fetch(received.data(), 1, place, kBytes);
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    must(refused, "a place outside of the heap must be refused");
+  }
+}
+
 }  // namespace
 }  // namespace pycomm::test
 
@@ -151,5 +179,6 @@ int main() {
     tests.push_back({"codecs", [n] { codecs(n); }});
   }
   tests.push_back({"replays", [] { replays(2); }});
+  tests.push_back({"copies_of_messages", copies_of_messages});
   return run_all(tests);
 }

@@ -156,8 +156,18 @@ inline constexpr cudaError_t cudaErrorStreamCaptureUnjoined = 904,
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
 enum cudaMemoryType { cudaMemoryTypeHost, cudaMemoryTypeDevice };
-enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
-enum { cudaEventDisableTiming = 1, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
+enum cudaMemcpyKind {
+  cudaMemcpyHostToDevice,
+  cudaMemcpyDeviceToHost,
+  cudaMemcpyDeviceToDevice,
+  cudaMemcpyDefault
+};
+enum {
+  cudaStreamNonBlocking = 1,
+  cudaEventDisableTiming = 1,
+  cudaHostAllocPortable = 1,
+  cudaHostAllocMapped = 2
+};
 enum { cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2 };
 struct cudaPointerAttributes {
   int type, device;
@@ -183,11 +193,6 @@ inline cudaError_t cudaHostGetDevicePointer(void** to, void* data, int) {
 }
 inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, int) {
   std::memcpy(to, from, bytes);
-  return cudaSuccess;
-}
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int,
-                                   cudaStream_t stream) {
-  device::enqueue(stream, [=] { std::memcpy(to, from, bytes); });
   return cudaSuccess;
 }
 inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
@@ -236,9 +241,12 @@ struct cudaFuncAttributes {};
 // Loads a kernel.
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* kernel);
 
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int,
+                            cudaStream_t stream);
 cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamCreate(cudaStream_t* stream);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, int flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, int);
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,

@@ -129,14 +129,26 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {
-  *stream = new Stream;
+  cudaStreamCreateWithFlags(stream, 0);
   created.push_back(*stream);
+  return cudaSuccess;
+}
+
+// Whoever enqueues work on it waits for the work itself, and any thread may destroy it.
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, int) {
+  *stream = new Stream;
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   std::erase(created, stream);
   delete stream;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int,
+                            cudaStream_t stream) {
+  device::enqueue(stream, [=] { std::memcpy(to, from, bytes); });
   return cudaSuccess;
 }
 
