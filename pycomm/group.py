@@ -633,8 +633,6 @@ class Group:
         side, self._cuda = self._cuda, None
         span, self._span = self._span, None
         with contextlib.ExitStack() as last_first:  # the others also if one raises
-            if side is not None:
-                last_first.callback(side.release)
             last_first.callback(self._core.close)
             if span is not None:
                 last_first.callback(span.close)

@@ -86,15 +86,15 @@ class CudaSide:
         cuda_made(group, device, transport, lanes)
 
     def close(self) -> None:
-        """Waits for all enqueued work."""
+        """Waits for all enqueued work. The windows live as long as this object.
+
+        The group's last messages use them.
+        """
         self._short_way = None
         if self._heap is not None:
             self._heap.ranges.close()
         self._core.close()
-
-    def release(self) -> None:
-        """Releases the windows, after the group's last message."""
-        self._heap = self._keep = None
+        self._heap = None
         self.pools.clear()
 
     def run(

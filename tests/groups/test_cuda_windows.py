@@ -77,7 +77,7 @@ class Fakes:
             cuda_least_staging_bytes=lambda *_: 0,
             cuda_window_bytes=lambda *_: BYTES,
             cuda_heap_begin=lambda *_: BYTES // 2,
-            CudaEndpoint=lambda *_, **__: SimpleNamespace(),
+            CudaEndpoint=lambda *_, **__: SimpleNamespace(serve_messages=lambda _: None),
             CudaSharedLaunch=lambda *_: SimpleNamespace(),
             CudaGroup=lambda *_: SimpleNamespace(close=lambda: None, check=lambda: None),
             DeviceHeap=lambda begin, nbytes, *_: _C.DeviceHeap(begin, nbytes, None, None),
@@ -121,6 +121,7 @@ def connect(group, machine):
         side = join_processes(group, torch.device("cuda", 0), lambda: None, 32, BYTES // 2)
         transport, shares = side.transport, side.shares_device
         side.close()
+        del side
     logging.getLogger("pycomm").removeHandler(warnings)
     left = [os.environ.get(name) for name in SETTINGS]
     return transport, shares, warnings.texts, fakes.settings, left, fakes.unpinned
@@ -166,6 +167,7 @@ def leave_first(group):
         dist.barrier()
         if group.rank == 0:
             side.close()
+            del side
             group.close()
         dist.barrier()
         return [ctypes.string_at(window, BYTES) for window in windows] if group.rank > 0 else None
