@@ -48,7 +48,8 @@ class Request:
     ) -> None:
         self._core = core
         self._kept = kept
-        self._finish = finish  # copies what was received to its tensor
+        # Copies what was received to its tensor.
+        self._finish = None if finish is None else lambda: finish(core.arrived_on_device)
 
     def wait(self) -> None:
         """Blocks until the operation is complete, and raises its error if it failed.
@@ -58,7 +59,7 @@ class Request:
         """
         self._core.wait()
         if self._finish is not None:
-            self._finish(self._core.arrived_on_device)
+            self._finish()
             self._finish = None
 
     def is_completed(self) -> bool:
