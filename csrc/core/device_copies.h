@@ -17,6 +17,9 @@ class DeviceCopies {
 
   virtual ~DeviceCopies() = default;
   virtual int device() const = 0;
+  // Makes the device this thread's current one. For a thread that works for nothing else: elsewhere
+  // the functions below restore the current device, which may set up one that nobody uses.
+  virtual void make_current() const noexcept = 0;
   // The part of this rank's window for pieces of messages.
   virtual Range slots() const = 0;
   // Where other ranks find this rank's memory; kNotInWindow if they cannot use it.

@@ -21,6 +21,7 @@ class MessageCopies final : public DeviceCopies {
   }
 
   int device() const override { return options_.device; }
+  void make_current() const noexcept override { (void)cudaSetDevice(options_.device); }
   Range slots() const override { return {heap_.begin, options_.message_bytes}; }
 
   std::int64_t place_of(const void* data, std::int64_t bytes) const override {
@@ -53,6 +54,7 @@ class MessageCopies final : public DeviceCopies {
   }
 
   void finish() noexcept override {
+    const BesideCaptures beside;
     for (const cudaStream_t stream : {putting_, fetching_}) {
       if (stream != nullptr) (void)cudaStreamSynchronize(stream);
     }

@@ -18,9 +18,9 @@ Group::Group(std::shared_ptr<cpu::Group> host, std::shared_ptr<Endpoint> endpoin
       endpoint_(std::move(endpoint)),
       shared_(std::move(shared)),
       interrupt_(interrupt) {
+  host_->send_on_device();
   watcher_ = cpu::start_thread([this] { watch(); });
   host_->kernels_begin();
-  host_->send_on_device();
 }
 
 Group::~Group() {

@@ -240,6 +240,25 @@ def test_between_processes(layout: str) -> None:
     gpu_ranks.run(2, layout, all_messages, cuda_heap_bytes=64 << 20)
 
 
+def against_the_order(group: pycomm.Group) -> None:
+    """Rank 1's stream waits for a kernel that rank 0 launches when rank 1 has its message."""
+    x, total = torch.full((LARGE,), 1.0, device="cuda"), torch.ones(1000, device="cuda")
+    torch.cuda.synchronize()
+    if group.rank == 0:
+        pycomm.send(x, 1, group=group)
+        pycomm.all_reduce(total, group=group)
+    else:
+        pycomm.all_reduce(total, group=group)
+        pycomm.recv(x.zero_(), 0, group=group)
+    assert (x == 1).all()
+    assert (total == 2).all()
+
+
+@pytest.mark.hardware  # emulated streams never have anything left to do
+def test_a_message_does_not_wait_for_the_receivers_stream() -> None:
+    gpu_ranks.run(2, gpu_ranks.PEER, against_the_order)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_between_threads(devices: int) -> None:
     if devices > torch.cuda.device_count():

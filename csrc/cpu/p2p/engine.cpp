@@ -53,7 +53,7 @@ void Engine::serve_device(std::shared_ptr<DeviceCopies> copies) {
 
 void Engine::send_on_device() {
   const Lock lock(mutex_);
-  sends_on_device_ = true;
+  sends_on_device_ = node_.copies != nullptr;
 }
 
 // Small messages do not wait for their receivers, so they go through host memory.

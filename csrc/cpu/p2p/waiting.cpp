@@ -169,6 +169,7 @@ void Engine::serve() {
     resting_ = false;
     if (stopping_) return;
     thread_needed_.wait_for(lock, kTakeOver, [&] { return stopping_; });
+    if (node_.copies) node_.copies->make_current();
     const auto over = [&] { return waiters_ > 0 || !pending() || stopping_; };
     drive(lock, Clock::time_point::max(), over);
   }

@@ -26,6 +26,7 @@ class SlowDevice final : public DeviceCopies {
   std::int64_t running() const { return static_cast<std::int64_t>(copies_.size()); }
 
   int device() const override { return 0; }
+  void make_current() const noexcept override {}
   Range slots() const override { return {kBegin, kSlots * kSlotBytes}; }
   std::int64_t place_of(const void* data, std::int64_t bytes) const override {
     const std::int64_t place = static_cast<const std::byte*>(data) - window(rank_);
