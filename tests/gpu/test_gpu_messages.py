@@ -20,7 +20,7 @@ import torch.distributed as dist
 from test_gpu_backend import run as run_backend
 
 import pycomm
-from pycomm._runtime import cuda
+from pycomm._runtime import cuda, log
 
 pytestmark = pytest.mark.gpu
 
@@ -329,7 +329,8 @@ def batches(rank: int, size: int) -> list[bool]:
     """Batches of torch.distributed; ranks list their operations in opposite orders."""
     dist.all_reduce(torch.ones(1, device="cuda"))  # connects
     results = []
-    for count in (100, 100_000, LARGE):
+    staged = mock.patch.object(log, "backend_stages").start()
+    for count in (100_000, LARGE, 100):
         for is_strided in (False, True):
             for is_busy in (False, True):
                 x = torch.arange(2.0 * count, device="cuda").view(-1, 2)[:, 0] + rank
@@ -346,9 +347,10 @@ def batches(rank: int, size: int) -> list[bool]:
                     work.wait()
                 wanted = torch.arange(0, 2 * count, 2) + float((rank - 1) % size)
                 results.append(torch.equal(y.cpu(), wanted))
+                results.append(staged.called == (count == 100))
     return results
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_batches_of_torch_distributed(size: int) -> None:
-    assert run_backend(size, batches) == [[True] * 12] * size
+    assert run_backend(size, batches) == [[True] * 24] * size
