@@ -11,10 +11,10 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
-#include <utility>
-#include <vector>
 #include <mutex>
 #include <set>
+#include <utility>
+#include <vector>
 
 #include "device.h"
 
