@@ -18,6 +18,7 @@ from pycomm.optim.flat import Buffers, zeros_for
 
 if TYPE_CHECKING:
     from pycomm._training.shards import Part
+    from pycomm.optim._offload import OffloadedStates
 
 _WEIGHTS = (MASTER, REMAINDER)
 # States that exist from the first step; momentum and the largest second moments may begin later.
@@ -61,6 +62,7 @@ class Adopted:
         self._states = group["states"]
         self._state: State = {}
         self._weights: torch.Tensor | None = None
+        self._on_host = False
         if not saved:
             return
         # torch.optim.SGD and Lion have no counter; apex and TransformerEngine keep it in the group.
@@ -80,6 +82,13 @@ class Adopted:
         if _storage.holds_weights(saved):
             self._weights = _storage.joined(own, saved).clone()
 
+    def offload(self, offloaded: OffloadedStates) -> None:
+        """Moves the state to the host, so that never all states are on the device."""
+        offloaded.take_in(self._state, list(self._state))
+        if self._weights is not None:
+            self._weights = self._weights.cpu()
+        self._on_host = True
+
     def settle(self, buffers: Buffers) -> State:
         """The state; for a flattened parameter, in views of the optimizer's buffers.
 
@@ -89,7 +98,7 @@ class Adopted:
         part = part_of(self.param)
         param = local(self.param) if part is None else part.own
         for name, tensor in self._state.items():
-            if name == "step":
+            if name == "step" or self._on_host:
                 continue
             own = self._state[name] = self._own(name, tensor)
             if not name.endswith(_storage.SCALE):

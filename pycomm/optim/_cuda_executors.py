@@ -18,12 +18,16 @@ class OnCuda:
     """
 
     def __init__(self, device: torch.device, stream: int) -> None:
-        self.stream = stream
+        self._stream = stream
         self._device = device
         self._table = _C.DeviceTable()
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._tables: list[Table] = []
         self._first: list[int] = []  # the number of each table's first segment
+
+    def is_for(self, device: torch.device, stream: int) -> bool:
+        """True if it runs on a stream of a device; the default streams of all devices are 0."""
+        return (self._device, self._stream) == (device, stream)
 
     def hold(self, tables: list[Table]) -> None:
         """Prepares for a step of these tables."""
@@ -35,7 +39,7 @@ class OnCuda:
         size = self._table.set(joined(tables))
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._table.upload(self._memory.data_ptr(), self._device.index, self.stream)
+        self._table.upload(self._memory.data_ptr(), self._device.index, self._stream)
 
     def scalar(self) -> torch.Tensor:
         """Memory for a number that run() fills in."""
@@ -101,7 +105,7 @@ def rate_on_device(lr: float | torch.Tensor | None) -> torch.Tensor | None:
 def executor(device: torch.device, tables: list[Table], last: object) -> OnCuda:
     """The executor for these tables; it reuses `last`, from the last step, if possible."""
     stream = torch.cuda.current_stream(device).cuda_stream
-    if type(last) is not OnCuda or last.stream != stream or is_capturing(device):
+    if type(last) is not OnCuda or not last.is_for(device, stream) or is_capturing(device):
         # A captured graph writes its own table in each replay, which no later step can change.
         last = OnCuda(device, stream)
     last.hold(tables)

@@ -15,6 +15,8 @@ step number. The bits are the bits of a step on the device.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import mmap
 import os
 import sys
@@ -33,6 +35,7 @@ from pycomm.optim._storage import BLOCK, CODE8, MASTER, STORAGE_BYTES, State, on
 
 SLOT_BYTES = 32 << 20  # a copy of this size takes 0.6 ms at 55 GB/s, far longer than to begin it
 SLOTS = 3  # one comes in, one steps, one goes out
+LEAST_BLOCK_BYTES = 4 << 20  # of memory for states that come one by one
 _ALIGNMENT = 256
 SCALE_BYTES = 4  # of a block in 8 bits
 _WORDS = _C.segment_words
@@ -69,6 +72,8 @@ class _Pages(mmap.mmap):
         with torch.cuda.device(device):
             error = int(_runtime().cudaHostRegister(self.address, len(self), 0))
         if error != 0:
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)  # the first launch reports the error again
             raise RuntimeError(
                 f"cannot pin {len(self):,} bytes for optimizer states (CUDA error {error}): raise "
                 "the limit of locked memory (ulimit -l), or leave out offload='pinned'"
@@ -84,36 +89,38 @@ class _Pages(mmap.mmap):
 class PinnedMemory:
     """Host memory for states, pinned for a device, in blocks of exactly the bytes that are needed.
 
-    torch's pinned memory comes in powers of two, which can be twice the states' bytes. A block
-    lives as long as one of its tensors.
+    torch's pinned memory comes in powers of two, which can be twice the states' bytes. Small states
+    that come one by one share blocks. A block lives as long as one of its tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._blocks: dict[int, weakref.ref[_Pages]] = {}  # by address
+        self._addresses: list[int] = []  # of the blocks, in order
         self._newest: _Pages | None = None
         self._placed = 0  # bytes of the newest block
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """Makes one block for tensors of these bytes, which are placed next."""
         size = sum(map(_aligned, sizes))
-        if size == 0 or (self._newest is not None and self._placed + size < len(self._newest)):
-            return
-        pages = _Pages(-1, size + _GAP)
-        pages.pin(self._device)
-        self._newest, self._placed = pages, 0
-        self._blocks[pages.address] = weakref.ref(pages)
+        if size > 0 and not self._has_room(size):
+            self._newest, self._placed = self._map(size), 0
 
     def place(self, like: torch.Tensor) -> torch.Tensor:
         """A tensor of zeros with the shape, strides and type of a dense tensor."""
         if like.numel() == 0:
             return torch.empty_like(like, device="cpu")
-        self.reserve([like.nbytes])
-        at, pages = self._placed, self._newest
-        assert pages is not None
-        self._placed += _aligned(like.nbytes)
-        if self._placed + _GAP == len(pages):
-            self._newest = None  # it is full
+        size = _aligned(like.nbytes)
+        if size >= LEAST_BLOCK_BYTES and not self._has_room(size):
+            at, pages = 0, self._map(size)  # a block of its own
+        else:
+            if not self._has_room(size):
+                self.reserve([LEAST_BLOCK_BYTES])
+            assert self._newest is not None
+            at, pages = self._placed, self._newest
+            self._placed += size
+            if self._placed + _GAP == len(pages):
+                self._newest = None  # it is full
         placed = torch.frombuffer(pages, dtype=like.dtype, offset=at, count=like.numel())
         return placed.as_strided(like.shape, like.stride())
 
@@ -130,15 +137,23 @@ class PinnedMemory:
         at = address - pages.address
         return torch.frombuffer(pages, dtype=torch.uint8, offset=at, count=size)
 
+    def _has_room(self, size: int) -> bool:
+        return self._newest is not None and self._placed + size < len(self._newest)
+
+    def _map(self, size: int) -> _Pages:
+        """A new block for so many bytes."""
+        pages = _Pages(-1, size + _GAP)
+        pages.pin(self._device)
+        alive = {begin: block for begin, block in self._blocks.items() if block() is not None}
+        self._blocks = {**alive, pages.address: weakref.ref(pages)}
+        self._addresses = sorted(self._blocks)
+        return pages
+
     def _find(self, address: int) -> _Pages | None:
         """The block at an address."""
-        for begin, block in list(self._blocks.items()):
-            pages = block()
-            if pages is None:
-                del self._blocks[begin]
-            elif begin <= address < begin + len(pages):
-                return pages
-        return None
+        number = bisect.bisect(self._addresses, address) - 1
+        pages = self._blocks[self._addresses[number]]() if number >= 0 else None
+        return pages if pages is not None and address < pages.address + len(pages) else None
 
 
 # The pieces of a step.
@@ -344,7 +359,7 @@ class OffloadedStates:
     """States of an optimizer's CUDA parameters in pinned host memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._memory = PinnedMemory(device)
         self._slots = Slots(device)
 
@@ -363,10 +378,11 @@ class OffloadedStates:
             state[MASTER].copy_(own)
         return state
 
-    def take_in(self, state: State) -> None:
-        """Moves what lies elsewhere into this memory."""
-        for name, tensor in state.items():
-            if name != "step" and not self._memory.holds(tensor):
+    def take_in(self, state: State, names: Iterable[str]) -> None:
+        """Moves states of these names that lie elsewhere into this memory."""
+        for name in names:
+            tensor = state.get(name)
+            if name != "step" and tensor is not None and not self._memory.holds(tensor):
                 state[name] = self._memory.place(on_meta(tensor)).copy_(tensor)
 
     def wait(self) -> None:
@@ -383,9 +399,9 @@ class OffloadedStates:
             steps: the step numbers of their parameters.
             last: the executor of the last step.
         """
-        device = self._device
+        device = self.device
         stream = torch.cuda.current_stream(device).cuda_stream
-        if not isinstance(last, OnCudaFromHost) or last.stream != stream:
+        if not (isinstance(last, OnCudaFromHost) and last.is_for(device, stream)):
             last = OnCudaFromHost(device, stream, self._memory, self._slots)
         last.hold(tables)
         last.hold_pieces(steps)
@@ -413,6 +429,8 @@ def prepare(optimizer: Any) -> None:
     """
     name, option = type(optimizer).__name__, f"offload={optimizer.offload!r}"
     params = optimizer._params()
+    if not params:
+        return
     if optimizer._divisions() or optimizer._has_dtensors:
         kind = "DTensors" if optimizer._has_dtensors else "sharded parameters"
         raise ValueError(f"{name} with {option} takes no {kind}: leave this option out")

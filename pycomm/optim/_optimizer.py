@@ -288,13 +288,12 @@ class FusedOptimizer(DividedOptimizer):
             self._follow(param, group, names)
         elif _storage.holds_weights(state):
             self._edits.take(self._own(param), state)
-        self._to_host(param)
+        self._to_host(param, group, names)
         place = self._place(param)
         try:
             row = Row(param, grad, self._own_state(param), *rest, place)
         except _storage.ChangedError:
             self._follow(param, group, names)
-            self._to_host(param)
             row = Row(param, grad, self._own_state(param), *rest, place)
         self._rows[id(param)] = row
         return row, grad

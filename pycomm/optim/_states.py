@@ -418,10 +418,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 if param in sealed:
                     saved = sealed.pop(param)
                     loaded.append(_checkpoint.adopted(param, group, saved, names))
+                    self._offload(loaded[-1])
         for adopted in loaded:
             self._put_state(adopted.param, adopted.settle(self._buffers))
             self._hold(adopted.param)
-            self._to_host(adopted.param)
         self.state.update(sealed)  # states that belong to no parameter
 
     @torch.no_grad()
@@ -484,6 +484,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._edits.take(param, state)
         state = _checkpoint.checked(local(param), state, names)
         adopted = _checkpoint.Adopted(param, group, state, names)
+        self._offload(adopted)
         self._put_state(param, adopted.settle(self._buffers))
         self._hold(param)
         if "momentum_buffer" in names and _storage.place_in(state, "momentum_buffer") not in state:
@@ -537,13 +538,21 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """The states on the host; None if the parameter's states lie beside it."""
         if self.offload is None or not param.is_cuda:
             return None
-        if self._offloaded is None:
+        if is_dtensor(param) or part_of(param) is not None:  # which the step refuses
+            return None
+        if self._offloaded is None or self._offloaded.device != param.device:
             from pycomm.optim._offload import OffloadedStates
 
+            self._await_states()
             self._offloaded = OffloadedStates(param.device)
         return self._offloaded
 
-    def _to_host(self, param: torch.Tensor) -> None:
-        """Offloads states that have come from elsewhere, such as a checkpoint."""
+    def _to_host(self, param: torch.Tensor, group: Group, names: tuple[str, ...]) -> None:
+        """Offloads states that a program has put elsewhere."""
         if param in self.state and (offloaded := self._offloaded_for(param)) is not None:
-            offloaded.take_in(self.state[param])
+            offloaded.take_in(self.state[param], _storage.stored_names(param, group, names))
+
+    def _offload(self, adopted: _checkpoint.Adopted) -> None:
+        """Offloads a state that is being loaded or converted."""
+        if (offloaded := self._offloaded_for(adopted.param)) is not None:
+            adopted.offload(offloaded)

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_ranks
@@ -13,6 +14,7 @@ import pytest
 import torch
 from optimizing import Case, gradients, parameters, set_gradients
 from test_gpu_optim import BF16, F16, SHAPES, assert_same, moved, poison, raw
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import pycomm
@@ -174,6 +176,30 @@ def test_too_little_memory_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(beside, offloaded)
 
 
+def test_a_failure_to_pin_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA gives the error of a call to the next launch of a kernel, too."""
+    failed: list[str] = []
+
+    def register(*_: int) -> int:
+        failed.append("out of memory")
+        return 2
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if failed:
+                raise RuntimeError(failed.pop())
+            return func(*args, **(kwargs or {}))
+
+    _, offloaded = pair(Case("adamw"))
+    monkeypatch.setattr(_offload, "_runtime", lambda: SimpleNamespace(cudaHostRegister=register))
+    with Launches():
+        with pytest.raises(RuntimeError, match="cannot pin"):
+            take_step(0, Case("adamw"), offloaded)
+        torch.zeros(1, device="cuda")
+
+
 @pytest.mark.usefixtures("slot_bytes")
 @pytest.mark.parametrize("format", ["pycomm", "torch"])
 def test_checkpoints_cross(format: str) -> None:  # noqa: A002
@@ -194,6 +220,54 @@ def test_checkpoints_cross(format: str) -> None:  # noqa: A002
     host_states(offloaded)
     for step in range(2, 4):
         take_step(step, case, beside, offloaded)
+    assert_same(beside, offloaded)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=("separate", "flat"))
+@pytest.mark.parametrize("master", [None, "fp32"])
+def test_loading_takes_the_device_memory_of_one_parameter(flat: bool, master: str | None) -> None:
+    case = Case("adamw", dtype=BF16, master=master)
+    params = moved(parameters(BF16, shapes=[(1 << 16,)] * 8))
+    if flat:
+        optim.flatten(params)
+    optimizer = case.make(params, offload="pinned")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    saved = tree_map_only(torch.Tensor, torch.Tensor.cpu, optimizer.state_dict())
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_stats()["allocated_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.load_state_dict(saved)
+    assert torch.cuda.memory_stats()["allocated_bytes.all.current"] <= before + (1 << 16)
+    of_one = 32 * (1 << 16)  # its states, weights, and what conversions need
+    assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] <= before + of_one
+
+
+def test_states_that_come_one_by_one_share_blocks() -> None:
+    """Each block is registered, and no copy goes through two."""
+    params = moved(parameters(shapes=[(300,)] * 50))
+    optimizer = Case("adamw").make(params, offload="pinned")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    (piece,) = optimizer._on_cuda._pieces  # type: ignore[union-attr]
+    assert len(piece.copies) == 1
+
+
+def test_entries_of_a_program_stay_where_they_are() -> None:
+    case = Case("adamw")
+    beside, offloaded = pair(case)
+    take_step(0, case, beside, offloaded)
+    own = {"average": torch.ones(3, device="cuda"), "count": 3, "note": None}
+    for param in params_of(offloaded):
+        offloaded.state[param].update(own)
+    take_step(1, case, beside, offloaded)
+    for param in params_of(offloaded):
+        assert all(offloaded.state[param].pop(name) is value for name, value in own.items())
     assert_same(beside, offloaded)
 
 
@@ -241,6 +315,38 @@ def test_parameters_that_come_later() -> None:
         new.grad = torch.ones_like(new)
         optimizer.step()
     assert_same(beside, offloaded)
+
+
+def test_a_first_group_without_parameters() -> None:
+    optimizer = optim.FusedAdamW([{"params": []}], offload="pinned")
+    optimizer.step()
+    (param,) = moved(parameters(shapes=[(5,)]))
+    optimizer.add_param_group({"params": [param]})
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    host_states(optimizer)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="moves a model between devices")
+@pytest.mark.parametrize("loads", [False, True], ids=("moved", "moved and loaded"))
+def test_states_follow_the_model_to_another_device(loads: bool) -> None:
+    case = Case("adamw", dtype=BF16, master="fp32", states="8bit")
+    beside, offloaded = pair(case)
+    take_step(0, case, beside, offloaded)
+    torch.cuda.synchronize()
+    there = torch.device("cuda", 1)
+    for optimizer in (beside, offloaded):
+        for param in params_of(optimizer):
+            param.data = param.data.to(there)
+        if loads:
+            optimizer.load_state_dict(optimizer.state_dict())
+    with torch.cuda.device(there):
+        for step in (1, 2):
+            take_step(step, case, beside, offloaded)
+        torch.cuda.synchronize()
+    assert_same(beside, offloaded)
+    assert {slot.device for slot in offloaded._offloaded._slots._slots} == {there}
+    assert beside._on_cuda._device == offloaded._on_cuda._device == there
 
 
 @pytest.mark.parametrize("master", ["fp32", "remainder"])
