@@ -142,7 +142,10 @@ class PinnedMemory:
 
     def _map(self, size: int) -> _Pages:
         """A new block for so many bytes."""
-        pages = _Pages(-1, size + _GAP)
+        try:
+            pages = _Pages(-1, size + _GAP)
+        except OSError as error:
+            raise MemoryError(f"no memory for {size:,} bytes of optimizer states") from error
         pages.pin(self._device)
         alive = {begin: block for begin, block in self._blocks.items() if block() is not None}
         self._blocks = {**alive, pages.address: weakref.ref(pages)}
