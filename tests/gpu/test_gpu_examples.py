@@ -1,6 +1,7 @@
 """The example programs, on GPUs."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,8 +55,8 @@ def test_the_program_of_the_readme(tmp_path):
     assert on_the_cpu in program
     (tmp_path / "train.py").write_text(program.replace(on_the_cpu, 'torch.device("cuda")'))
     said = said_by(tmp_path / "train.py", launcher=TORCHRUN)
-    losses = [float(line.split()[3].rstrip(",")) for line in said.splitlines()]
-    assert len(losses) == 2
+    losses = [float(loss) for loss in re.findall(r"rank \d: loss ([\d.]+),", said)]
+    assert len(losses) == 2  # of ranks whose lines may have joined
     assert max(losses) < 20  # 64, the variance, without training
 
 
