@@ -72,8 +72,8 @@ class _Pages(mmap.mmap):
         with torch.cuda.device(device):
             error = int(_runtime().cudaHostRegister(self.address, len(self), 0))
         if error != 0:
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=device)  # the first launch reports the error again
+            with contextlib.suppress(RuntimeError):  # the first launch reports the error again
+                torch.zeros(1, dtype=torch.uint8, device=device)
             raise RuntimeError(
                 f"cannot pin {len(self):,} bytes for optimizer states (CUDA error {error}): raise "
                 "the limit of locked memory (ulimit -l), or leave out offload='pinned'"

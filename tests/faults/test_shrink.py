@@ -193,7 +193,8 @@ def test_what_cannot_shrink_says_so():
 
 def be_stopped(rank, size, store):
     helpers.join_world(rank, size, store)
-    group = pycomm.init(timeout=1)
+    group = pycomm.init(timeout=3)  # a busy machine may delay a rank's first call by a second
+    pycomm.all_reduce(torch.ones(10))
     Path(f"{store}.{rank}").touch()
     try:
         while True:
@@ -214,7 +215,7 @@ def test_a_stopped_process_is_left_out_and_finds_out():
             helpers.wait_until(Path(f"{ranks.store}.{rank}").exists)
         ranks.signal(1, signal.SIGSTOP)
         for outcome in ranks.wait_for([0, 2]):
-            assert outcome.value == (("Timeout", 1), (0, 2), 2.0, 1.0), outcome
+            assert outcome.value == (("Timeout", 1), (0, 2), 2.0, 3.0), outcome
         ranks.signal(1, signal.SIGCONT)
         ((blamed, message),) = (outcome.value for outcome in ranks.wait_for([1]))
     assert blamed == ("Timeout", 1)
