@@ -61,7 +61,7 @@ class StateKind(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """What is copied: tensors, and parameters of which a rank's steps write its part."""
+    """What replicas copy: tensors, and each rank's part of the parameters."""
 
     tensors: Sequence[StateKind]
     parameters: Sequence[StateKind]
