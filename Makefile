@@ -50,7 +50,7 @@ test-slow: $(VENV)/.built
 nightly:
 	.ci/run nightly
 
-# Needs a CUDA device; see docs/cuda.md.
+# Needs a CUDA device; see docs/how-to/cuda.md.
 test-gpu: $(VENV)/.built
 	$(BIN)/python -m pytest -q -m gpu tests
 
@@ -106,7 +106,7 @@ cuda-check: $(VENV)/.torch
 	$(BIN)/python tests/cpp/cuda_check.py --for $(ARCHITECTURES) $(if $(PART),--part $(PART))
 
 # The machine code of the kernels: rules, and limits per hot loop, which sass-limits writes anew, with
-# the predictions in docs/performance.md.
+# the predictions in docs/lab/performance.md.
 .PHONY: disassembler sass sass-limits
 disassembler: $(VENV)/.torch
 	PYTHONPATH=tests/cpp $(BIN)/python -m sass.disassembler build/disassembler

@@ -149,7 +149,8 @@ class Settings:
         steps: number of steps.
         trace: file for a trace of the last steps.
         shard: the wrapper's option: ``"optimizer"``, ``"gradients"`` or None.
-        error_reset: compress each rank's update instead of its gradients (docs/data-parallel.md).
+        error_reset: compress each rank's update instead of its gradients
+            (docs/how-to/data-parallel.md).
         device: ``"cpu"`` or ``"cuda"``.
         dtype: of parameters, a key of `DTYPES`.
         autocast: of forwards, ``"bfloat16"``, ``"float16"`` or None.
@@ -412,7 +413,7 @@ def train(settings: Settings, group: pycomm.Group) -> Run:
     module = Transformer(settings.recompute).to(device)
     if settings.compile:
         module.compile()
-    # With Adam, top-k's loss is further behind (docs/data-parallel.md).
+    # With Adam, top-k's loss is further behind (docs/how-to/data-parallel.md).
     kind = optim.FusedSGD if settings.shard or settings.mode == "graph" else torch.optim.SGD
     optimizer = kind(module.parameters(), lr=0.2, momentum=0.9)
     scaler = optim.GradScaler(settings.device) if settings.grad_scaler else None

@@ -90,7 +90,7 @@ def init(
             The same on every rank.
         transport: what carries tensors between nodes; the same on every rank. ``"gloo"``: Gloo;
             CUDA tensors go through host memory. ``"auto"``: NCCL for CUDA tensors if every rank has
-            it in `group`, otherwise Gloo (docs/clusters.md).
+            it in `group`, otherwise Gloo (docs/how-to/clusters.md).
 
     Returns:
         This rank's membership in the group.

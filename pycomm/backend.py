@@ -5,8 +5,8 @@
     dist.init_process_group("pycomm")  # or "cpu:gloo,cuda:pycomm", or "cpu:pycomm,cuda:nccl"
 
 An installed pycomm needs no import for this. Operations run like pycomm's own collectives, in
-shared memory, by kernels, and between nodes; docs/torch-distributed.md lists them, and the cost of
-all others.
+shared memory, by kernels, and between nodes; docs/how-to/torch-distributed.md lists them, and the
+cost of all others.
 """
 
 from __future__ import annotations

@@ -57,8 +57,9 @@ def all_reduce(
             the bitwise ones; 8-bit floats have none, but other collectives move them.
         out: receives the result; has `tensor`'s shape and dtype, and does not overlap it.
         algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"ring"`` or ``"tree"``
-            (docs/algorithms.md). One-shot and two-shot add in rank order and round once. In a group
-            that spans nodes there is no one-shot, and over NCCL no ring and no tree.
+            (docs/explanation/algorithms.md). One-shot and two-shot add in rank order and round
+            once. In a group that spans nodes there is no one-shot, and over NCCL no ring and no
+            tree.
         deterministic: refuse algorithms that add in another order.
         group: by default the first group made, or one on torch.distributed's default group.
         async_op: return a :class:`Work` at once; operations still run in the order of the calls.

@@ -190,7 +190,7 @@ def compressed_all_reduce(
         out: receives the result; has `tensor`'s shape and dtype, and does not overlap it.
         algorithm: ``"auto"`` (two-shot at every size), ``"two_shot"``, ``"ring"`` or ``"tree"``
             (the last two not with top-k, and not between nodes over NCCL). Ring and tree encode at
-            every hop: docs/algorithms.md gives the error bounds.
+            every hop: docs/explanation/algorithms.md gives the error bounds.
         step: the training step, for stochastic rounding and warm-up. Ranks compare it if it changes
             the result.
         offset: index of this tensor's first element in a larger whole, if the tensor is a part of

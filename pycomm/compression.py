@@ -1,4 +1,4 @@
-"""Compressions of gradients. Formats: docs/wire-format.md.
+"""Compressions of gradients. Formats: docs/reference/wire-format.md.
 
 A compression is a plain value without state. State that lasts from step to step (a residual, a
 velocity) is kept in the caller's tensors. :func:`pycomm.compressed_all_reduce` fuses a compression

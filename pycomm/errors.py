@@ -34,8 +34,8 @@ class CollectiveError(PycommError, dist.DistBackendError):
     Every rank's next operation raises, if this one did not: a rank that had done its part before
     the failure may have seen this operation succeed. :attr:`completed` tells which operations have
     succeeded on all ranks. Once the error is raised, no other rank touches this rank's tensors (on
-    CUDA a suspended process may, see docs/cuda.md). The tensors that the failed operation was to
-    overwrite are undefined.
+    CUDA a suspended process may, see docs/how-to/cuda.md). The tensors that the failed operation
+    was to overwrite are undefined.
 
     Attributes:
         rank: the rank to blame, within the group. All ranks name the same one.

@@ -9,8 +9,8 @@
     net.set_custom_all_gather(AllGather(group, pycomm.Int8()))
     net.set_custom_reduce_scatter(ReduceScatter(group, pycomm.Int8()))
 
-docs/torch-distributed.md#fsdp2 gives the bytes and the bounds. `import pycomm` does not import this
-module, because FSDP2 takes seconds to import.
+docs/how-to/torch-distributed.md#fsdp2 gives the bytes and the bounds. `import pycomm` does not
+import this module, because FSDP2 takes seconds to import.
 """
 
 from __future__ import annotations

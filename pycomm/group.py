@@ -199,7 +199,8 @@ class Group:
 
         In ``with torch.cuda.use_mem_pool(group.mem_pool())``, all tensors that torch makes on the
         device need no staging copy. No rank waits for others when it allocates; but if they have
-        not used CUDA in this group, all must make this call together. See docs/cuda.md for sizes.
+        not used CUDA in this group, all must make this call together. See docs/how-to/cuda.md for
+        sizes.
 
         Args:
             library: ``"torch"``, or ``"cupy"`` once the program has imported it.

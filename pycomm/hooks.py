@@ -92,7 +92,7 @@ class TopKState(CommState):
 
     By default it sends about half a bit per parameter. With momentum or Adam, the loss is then
     closer to uncompressed training than with 1 % in fp32, which takes as many bytes. It is even
-    closer with `local_residuals` of :class:`LocalSGDState` (docs/data-parallel.md).
+    closer with `local_residuals` of :class:`LocalSGDState` (docs/how-to/data-parallel.md).
 
     Args:
         params: see :class:`CommState`.

@@ -47,7 +47,7 @@ class LocalWorld:
             sums = world.run(lambda group: pycomm.all_reduce(torch.ones(8), group=group))
 
     Threads share what torch keeps once per process, such as random generators and flags
-    (docs/local-world.md).
+    (docs/tutorials/local-world.md).
 
     Args:
         size: the number of ranks.

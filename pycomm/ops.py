@@ -2,7 +2,7 @@
 
 They take CPU and CUDA tensors; on CUDA they are enqueued on the current stream. Each takes the name
 of a group (``group.name``). These return a new contiguous tensor and have gradients
-(docs/gradients.md):
+(docs/reference/gradients.md):
 
 - ``all_reduce(tensor, op, algorithm, group) -> Tensor``
 - ``reduce(tensor, dst, group) -> Tensor``: the sum on rank `dst`, zeros on other ranks

@@ -99,7 +99,7 @@ def send(
         tensor: of any dtype, shape and strides, or an array of NumPy or another library with
             DLPack. If it comes from ``group.empty()``, a receiver on the same node reads it
             directly. On a CUDA device it is sent after the current stream's work so far. If it goes
-            through host memory (docs/cuda.md), the call waits for that work.
+            through host memory (docs/how-to/cuda.md), the call waits for that work.
         dst: a rank of the group, on any node; it may be this rank.
         tag: a number of 32 bits that tells messages apart.
         group: as in :func:`pycomm.all_reduce`.

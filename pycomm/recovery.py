@@ -222,7 +222,7 @@ def recover(failed: CollectiveError | GroupUnusable | Work, *, group: Group | No
     :meth:`Group.shrink`, then this. If a survivor has completed the operation, all get its result.
     If none has, the survivors repeat an all-reduce: a sum then lacks the contributions of the lost
     ranks, and an average divides by the smaller size. All survivors get the same bits, or all
-    raise. docs/recovery.md shows a loop.
+    raise. docs/how-to/recovery.md shows a loop.
 
     Do not change the operation's tensors between the error and this call. A tensor that torch has
     changed counts as lost; other changes are not noticed.

@@ -462,7 +462,7 @@ def trace(path: str | os.PathLike[str], *, group: Group | None = None) -> Trace:
 
     The trace shows on one clock what each rank did: its steps, its calls of pycomm, its buckets,
     and each operation as a wait until the last rank had come, and a transfer. ``ui.perfetto.dev``
-    opens it, and so does Holistic Trace Analysis. docs/observing.md tells what is not in it.
+    opens it, and so does Holistic Trace Analysis. docs/how-to/observing.md tells what is not in it.
 
     If the block raises, each rank writes what it has seen to a file of its own,
     ``rank0.trace.json`` and so on.

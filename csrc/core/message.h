@@ -2,7 +2,7 @@
 // announcements, and what a rank is waiting for. Between nodes there are three messages: a handshake
 // before every operation, a farewell, which is the last message on a link, and the introduction of a
 // rank that connects to another one to send it tensors (cpu/p2p/stream.h). All begin with a header
-// that shows that they come from the node at the other end (docs/wire-format.md).
+// that shows that they come from the node at the other end (docs/reference/wire-format.md).
 //
 // Parsers trust no byte. They throw std::invalid_argument that says what is wrong; what they return
 // is safe to use as an index into tables and memory.

@@ -323,7 +323,8 @@ class CommState(HookState):
         it on the state that they have just made. Residuals stay, and newcomers begin with zeros.
         Continue with the next batch: the failed step's means go into the residuals, and a later
         step sends them. The residuals of lost ranks are lost. Torch's DistributedDataParallel must
-        be made anew around the module, over a process group of the same ranks (docs/recovery.md).
+        be made anew around the module, over a process group of the same ranks
+        (docs/how-to/recovery.md).
 
         Raises:
             TypeError: `group` is not a group.

@@ -173,7 +173,7 @@ def recommend(question: Question, best: PredictedStep) -> list[str]:
         safe = human_figure(1e3 * question.step(OURS, "int8").seconds)
         lines += [
             "That is time alone. At a density of 1 % a small language model ended with a loss",
-            "13 % higher with AdamW, 8 % with momentum: docs/data-parallel.md.",
+            "13 % higher with AdamW, 8 % with momentum: docs/how-to/data-parallel.md.",
             f"With int8, {safe} ms a step, no difference could be found.",
         ]
     lines += [f"{name} {_paying(question, name)}" for name in COMPRESSIONS[1:]]

@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.advise",
         description="Predicts training steps for every way to exchange gradients; says which to "
-        "choose. The model and its constants: docs/advisor.md.",
+        "choose. The model and its constants: docs/how-to/advisor.md.",
         epilog="--measure --constants FILE alone needs no other flags.",
     )
     add = parser.add_argument

@@ -54,7 +54,7 @@ class Constants:
 
     Attributes:
         machine: its description, from :func:`pycomm.bench.report.circumstances`.
-        values: the constants by name; docs/advisor.md explains each.
+        values: the constants by name; docs/how-to/advisor.md explains each.
     """
 
     machine: dict[str, Any]

@@ -21,7 +21,7 @@ CAST = pycomm.Cast()
 
 
 def int8_bits(x, block=256):
-    """The codec of docs/wire-format.md in NumPy."""
+    """The codec of docs/reference/wire-format.md in NumPy."""
     x = x.float().numpy()
     padded = np.zeros(-(-x.size // block) * block, np.float32)
     padded[: x.size] = x

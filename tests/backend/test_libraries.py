@@ -71,7 +71,7 @@ def accelerated_with_plugin(rank, size):
 
 
 def test_accelerate_s_fsdp_plugin_has_no_effect_on_the_cpu():
-    """If this fails, accelerate supports it now: change docs/torch-distributed.md."""
+    """If this fails, accelerate supports it now: change docs/how-to/torch-distributed.md."""
     names = backends.run(2, accelerated_with_plugin)
     assert names == ["DistributedDataParallel"] * 2
 

@@ -1,4 +1,4 @@
-"""The table "What runs where" of docs/api.md, for tensors on the CPU."""
+"""The table "What runs where" of docs/reference/api.md, for tensors on the CPU."""
 
 import matrix
 import pytest

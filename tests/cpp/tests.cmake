@@ -119,7 +119,7 @@ if(PYCOMM_SANITIZE STREQUAL "" AND CMAKE_SYSTEM_PROCESSOR STREQUAL "x86_64")
     add_test(NAME ${test} COMMAND test_${test})
   endforeach()
 
-  # The algorithm and the codec of docs/EXTENDING.md; in the first part.
+  # The algorithm and the codec of docs/contributing/extending.md; in the first part.
   set(extending star e4m3)
   if(NOT "${PYCOMM_PART}" STREQUAL "" AND NOT PYCOMM_PART EQUAL 0)
     set(extending "")

@@ -1,4 +1,4 @@
-"""The table "What runs where" of docs/api.md, for CUDA tensors."""
+"""The table "What runs where" of docs/reference/api.md, for CUDA tensors."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pycomm._runtime import internode
 
 NODES, HARMFUL = [2, 1], 2  # the rank whose node sends them; rank 0 hears, rank 1 is beside it
 
-# Damage to a message: offset, bytes, value (docs/wire-format.md).
+# Damage to a message: offset, bytes, value (docs/reference/wire-format.md).
 Change = tuple[int, int, int]
 HANDSHAKE_BYTES, FAREWELL_BYTES = 80, 40
 

@@ -186,7 +186,7 @@ class Part:
         return within(what, got, near.value, near.off + limit)
 
     def limit_of_codes(self, near):
-        """The bounds of docs/optimizers.md, of second moments for their roots."""
+        """The bounds of docs/how-to/optimizers.md, of second moments for their roots."""
         rows, count = near.value.shape
         padded = torch.nn.functional.pad(near.value.abs(), (0, -count % 256)).view(rows, -1, 256)
         largest = padded.amax(-1, keepdim=True)

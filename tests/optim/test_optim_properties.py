@@ -23,7 +23,7 @@ FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 )
 @settings(max_examples=150)
 def test_error_of_codes(values, squares):
-    """The bounds of docs/optimizers.md."""
+    """The bounds of docs/how-to/optimizers.md."""
     values = np.abs(values) if squares else values
     name = "exp_avg_sq" if squares else "exp_avg"
     state = _storage.from_fp32(torch.from_numpy(values), name, torch.uint8)

@@ -1,4 +1,4 @@
-"""docs/api.md lists every public name, and no other."""
+"""docs/reference/api.md lists every public name, and no other."""
 
 import importlib
 import re
@@ -9,7 +9,7 @@ from torch.utils import cpp_extension
 import pycomm
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = set(re.findall(r"`([^`]+)`", (ROOT / "docs/api.md").read_text()))
+WORDS = set(re.findall(r"`([^`]+)`", (ROOT / "docs/reference/api.md").read_text()))
 OPTIONS = ROOT / "docs/how-to/build-options.md"
 CMAKE = ROOT / "CMakeLists.txt"
 MODULES = ("hooks", "optim")  # whose names are not pycomm's own

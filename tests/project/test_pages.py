@@ -21,9 +21,9 @@ assert own_part(60, 30, mine) == (40, 20)[group.rank]
     [
         ("README.md", 3, "", ""),
         ("docs/how-to/coming-from.md", 13, "", DEALT),
-        ("docs/mixed-precision.md", 4, GROUP, ""),
+        ("docs/how-to/mixed-precision.md", 4, GROUP, ""),
         ("docs/how-to/arrays.md", 1, "", ""),
-        ("docs/from-zero-and-fsdp.md", 1, GROUP, ""),
+        ("docs/how-to/from-zero-and-fsdp.md", 1, GROUP, ""),
     ],
     ids=["readme", "coming-from", "mixed-precision", "arrays", "from-zero-and-fsdp"],
 )
@@ -36,9 +36,9 @@ def test_programs_of_the_tour():
     as_a_backend, survivors = 2, 6
     left_out = {as_a_backend, survivors}
     words = {as_a_backend: '("pycomm")', survivors: "group.shrink()"}
-    blocks = [block for _, block in pages.blocks_of("docs/tour.md")]
+    blocks = [block for _, block in pages.blocks_of("docs/tutorials/tour.md")]
     assert all(word in blocks[number] for number, word in words.items())
-    assert pages.run("docs/tour.md", left_out) == len(blocks) - len(left_out)
+    assert pages.run("docs/tutorials/tour.md", left_out) == len(blocks) - len(left_out)
 
 
 def test_figures_of_the_readme():

@@ -17,7 +17,11 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
-PAGES = ("CONTRIBUTING.md", "SECURITY.md", "README.md")
+PAGES = sorted(
+    str(page.relative_to(ROOT))
+    for folder in ("*.md", "docs/**/*.md", "benchmarks/*.md")
+    for page in ROOT.glob(folder)
+)
 VERSION = r"\d+\.\d+"
 
 
@@ -62,7 +66,7 @@ def test_make_targets():
     assert listed <= real
     used = {target for line in lines_that_run() for target in targets_in(line)}
     assert used == {"lint", "test", "test-slow", "mutants", "tsan", "asan"}
-    for page in PAGES:
+    for page in ("CONTRIBUTING.md", "README.md"):
         code = re.findall(r"`([^`\n]+)`|^(make .*?)(?:#.*)?$", text(page), re.M)
         used |= {target for line in map("".join, code) for target in targets_in(line)}
     hooks = yaml.safe_load(text(".pre-commit-config.yaml"))["repos"][0]["hooks"]
@@ -130,18 +134,35 @@ def test_the_parts_of_five_days_are_all_long_tests(pytestconfig):
     assert sorted(test for part in parts for test in part[:-2]) == sorted(slow)
 
 
+def anchors_of(page):
+    """The anchors that GitHub and the site give to a page's headings."""
+    prose = re.sub(r"^```.*?^```$", "", text(page), flags=re.MULTILINE | re.DOTALL)
+    found = set()
+    for heading in re.findall(r"^#+ +(.*)$", prose, re.MULTILINE):
+        name = re.sub(r"\]\([^)]*\)", "", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", name).replace(" ", "-")
+        found.add(name if name not in found else f"{name}-1")
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_paths(page):
-    """Links, and names that look like the project's files or folders, exist."""
-    named = re.findall(r"\]\(([^)#:]+)[^)]*\)", text(page))
-    named += re.findall(r"`((?:csrc|pycomm|tests|docs|benchmarks|\.github)/[^`*\s]*)`", text(page))
-    assert named
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_links(page):
+    """Links lead to files and headings that exist, and paths in the text to files or folders."""
+    prose = re.sub(r"^```.*?^```$", "", text(page), flags=re.MULTILINE | re.DOTALL)
+    prose, names = re.sub(r"`[^`]*`", "", prose), re.findall(r"`([^`\s]+)`", prose)
+    broken = []
+    for path, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", prose):
+        target = os.path.normpath(Path(page).parent / path) if path else page
+        if not (ROOT / target).exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(f"{path}#{anchor}")
+    folders = r"(?:csrc|pycomm|tests|docs|benchmarks|examples|\.github)/[\w./-]+"
+    named = [name for name in names if re.fullmatch(folders, name)]
+    assert broken + [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_architecture():
     """It names files that exist and that contain the named functions."""
-    page = text("docs/ARCHITECTURE.md")
+    page = text("docs/contributing/architecture.md")
     named = re.findall(r"\b((?:csrc|pycomm|tests)/[\w/.]*[\w/])", page)
     assert [name for name in named if not (ROOT / name).exists()] == []
     hops = re.findall(r'"([\w:.]+): ((?:csrc|pycomm)/[\w/.]+)"', page)
@@ -157,12 +178,13 @@ def unindented(code):
 def test_extending():
     """It names files that exist, and its code stands in the file named last before it."""
     pieces = re.split(
-        r"```(?:c\+\+|python)\n(.*?)\n```\n", text("docs/EXTENDING.md"), flags=re.DOTALL
+        r"```(?:c\+\+|python)\n(.*?)\n```\n",
+        text("docs/contributing/extending.md"),
+        flags=re.DOTALL,
     )
     assert len(pieces) > 20
     prose, blocks = "\n".join(pieces[::2]), pieces[1::2]
     named = re.findall(r"`((?:csrc|pycomm|tests)/[^`*\s]*)`", prose)
-    named += [f"docs/{name}" for name in re.findall(r"\]\(([^)#:]+)", prose)]
     assert [name for name in named if not (ROOT / name).exists()] == []
     file = ""
     for before, code in zip(pieces[::2], blocks, strict=False):

@@ -139,7 +139,7 @@ def check_name(wheel):
 
 
 def sources_that_name_it():
-    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
     return [*found, *ROOT.glob("pycomm/**/*.py"), *ROOT.glob("examples/*.py")]
 
 

@@ -1,8 +1,8 @@
 """The expected results of every compressed all-reduce, computed with numpy without pycomm.
 
-The arithmetic follows docs/wire-format.md and docs/algorithms.md: everything is fp32, in the order
-that is written here. Residuals and velocities are fp32 arrays, one per rank, and change in place as
-the ranks' own do.
+The arithmetic follows docs/reference/wire-format.md and docs/explanation/algorithms.md: everything
+is fp32, in the order that is written here. Residuals and velocities are fp32 arrays, one per rank,
+and change in place as the ranks' own do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The expected results of every optimizer step, computed with numpy without pycomm.
 
 One parameter at a time, flat. Arithmetic is fp32 in the order that is written here; factors of a
-whole step are Python's doubles. Formats follow docs/optimizers.md.
+whole step are Python's doubles. Formats follow docs/how-to/optimizers.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each operation does with tensors of a device: the table of docs/api.md, by running them."""
+"""What operations do with tensors of a device: the table of docs/reference/api.md, by running."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pycomm
 from pycomm._runtime.cuda import HostMirror
 
 OPS = torch.ops.pycomm
-PAGE = Path(__file__).parents[2] / "docs/api.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/api.md"
 COLUMNS = (
     "CPU, one node",
     "CPU, several nodes",

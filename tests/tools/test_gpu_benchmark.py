@@ -266,8 +266,8 @@ def test_what_sanitizers_watch_runs():
 
 
 def table_of_gpus():
-    """The cells of each row of the GPU table in docs/performance.md, by name."""
-    head = (ROOT / "docs/performance.md").read_text().partition("### ")[0]
+    """The cells of each row of the GPU table in docs/lab/performance.md, by name."""
+    head = (ROOT / "docs/lab/performance.md").read_text().partition("### ")[0]
     lines = (line.strip("| \n").split(" | ") for line in head.splitlines() if line[:3] == "| `")
     return {cells[0].strip("`"): cells for cells in lines if "*" not in cells[0]}
 

@@ -25,7 +25,7 @@ STATES = {
 
 
 def connect(group):
-    """Makes torch.distributed anew with the ranks of the group, as docs/recovery.md says."""
+    """Makes torch.distributed anew with the ranks of the group, as docs/how-to/recovery.md says."""
     if dist.is_initialized():
         dist.destroy_process_group()
     host, port = group.address.rpartition(":")[0], torch.zeros(1, dtype=torch.int64)

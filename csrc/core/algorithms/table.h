@@ -1,5 +1,5 @@
 // The table of all-reduce algorithms: one row per algorithm, in the order of the enum Algorithm.
-// docs/EXTENDING.md shows how to add one.
+// docs/contributing/extending.md shows how to add one.
 #pragma once
 
 #include "core/algorithms/one_shot.h"

@@ -9,7 +9,7 @@
 // a power of two commutes with encoding. There are two exceptions: if A / 127 is subnormal, the
 // block becomes zero; if a value is not finite, the scale is NaN, and so is every decoded element.
 //
-// 8 + 32 / block bits per element. The format: docs/wire-format.md.
+// 8 + 32 / block bits per element. The format: docs/reference/wire-format.md.
 #pragma once
 
 #include "core/codecs/scale.h"

@@ -1,6 +1,6 @@
 // The table of block codecs: one row per kind. The arithmetic of an element is here; the loops over
-// blocks are the executors' (cpu/codecs/block_loops.h, cuda/codecs/loops.cuh). docs/EXTENDING.md
-// shows how to add one.
+// blocks are the executors' (cpu/codecs/block_loops.h, cuda/codecs/loops.cuh).
+// docs/contributing/extending.md shows how to add one.
 #pragma once
 
 #include "core/codecs/codec.h"

@@ -15,7 +15,7 @@
 //   4 bytes | indices of each chunk (core/codecs/topk_indices.h) |
 //
 // References: Aji and Heafield 2017 for top-k with feedback; Li and Hoefler 2022 (Ok-Topk) for
-// regions; the format: docs/wire-format.md.
+// regions; the format: docs/reference/wire-format.md.
 #pragma once
 
 #include "core/codecs/int8.h"

@@ -12,7 +12,7 @@
 // peer cannot change words between a check and their use, and bits can be set by threads side by side.
 //
 // References: Elias 1974; Fano 1971; Vigna 2013, "Quasi-succinct indices". Format:
-// docs/wire-format.md.
+// docs/reference/wire-format.md.
 #pragma once
 
 #include "core/layout.h"

@@ -1,5 +1,5 @@
 // The format of encoded elements that leave the shared window, to be stored or sent: a header of 16
-// bytes, by which a reader can tell whether it knows what follows. docs/wire-format.md.
+// bytes, by which a reader can tell whether it knows what follows. docs/reference/wire-format.md.
 #pragma once
 
 #include "core/codecs/topk.h"

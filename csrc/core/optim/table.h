@@ -1,5 +1,5 @@
-// The table of optimizer rules: one row per rule, in the order of Rule. docs/EXTENDING.md shows how
-// to add one.
+// The table of optimizer rules: one row per rule, in the order of Rule.
+// docs/contributing/extending.md shows how to add one.
 #pragma once
 
 #include "core/optim/adamw.h"

@@ -3,7 +3,7 @@
 //
 // An operation proceeds when a thread of this rank lets it: a thread that calls or waits for one
 // drives all of them. If an asynchronous operation is pending and no thread waits, a thread of the
-// engine does it. The protocol is described in docs/algorithms.md#point-to-point.
+// engine does it. The protocol is described in docs/explanation/algorithms.md#point-to-point.
 //
 // Thread-safe. Ranks are numbered as in the whole group.
 #pragma once

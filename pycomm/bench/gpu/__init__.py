@@ -1,4 +1,4 @@
-"""The GPU benchmark: ``python -m pycomm.bench gpu``. Method and goals: docs/performance.md.
+"""The GPU benchmark: ``python -m pycomm.bench gpu``. Method and goals: docs/lab/performance.md.
 
 `cases` defines the cases of one process and their goals, `ranks` the cases among ranks that share
 the GPU; `session` times them. `sweep` measures the crossovers of algorithms. `small` runs every

@@ -1,6 +1,6 @@
 """Measures speed on a GPU as shares of its copy bandwidth, compared with torch and with goals.
 
-``python -m pycomm.bench gpu -J FILE``. Method and results: docs/performance.md.
+``python -m pycomm.bench gpu -J FILE``. Method and results: docs/lab/performance.md.
 """
 
 from __future__ import annotations

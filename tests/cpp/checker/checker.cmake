@@ -123,7 +123,7 @@ function(add_record_mutant name header old new)
   expect_failure(mutant_${name})
 endfunction()
 
-# Checks the algorithm of docs/EXTENDING.md in place of one-shot.
+# Checks the algorithm of docs/contributing/extending.md in place of one-shot.
 function(check_star target)
   add_executable(${target} ${CHECKER}/algorithms.cpp)
   target_include_directories(${target} BEFORE PRIVATE ${ARGN} ${CHECKER}/../extending/checked)

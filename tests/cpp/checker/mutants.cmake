@@ -75,7 +75,7 @@ add_mutant(scales_lie_on_payload algorithms/coded.h "location.data + kStagingSlo
 add_mutant(coded_slots_overflow algorithms/coded.h "piece * ranks > slot" "piece * (ranks - 1) > slot")
 add_mutant(result_lies_on_a_list codecs/topk.h "return list(ranks);" "return list(ranks - 1);")
 
-# add_star_mutant(name old new), of the algorithm of docs/EXTENDING.md.
+# add_star_mutant(name old new), of the algorithm of docs/contributing/extending.md.
 add_star_mutant(star_adds_what_has_not_come "comm.wait_all(kStaged, t + 1);" "")
 add_star_mutant(star_copies_what_has_not_come "comm.wait(0, kReduced, t);" "")
 add_star_mutant(star_has_one_slot "t % 2" "0")

@@ -1,5 +1,5 @@
 // Blockwise 8-bit floats, e4m3: a sign, four bits of exponent and three of mantissa.
-// docs/EXTENDING.md uses it to show how a codec is added.
+// docs/contributing/extending.md uses it to show how a codec is added.
 //
 //   1. The largest magnitude A in a block gives its scale, A / 448 in fp32.
 //   2. An element x becomes the e4m3 number nearest to x * (448 / A), ties to even.

@@ -1,5 +1,5 @@
-// Star all-reduce: rank 0 adds for all. It is the simplest algorithm; docs/EXTENDING.md uses it to
-// show how an algorithm is added.
+// Star all-reduce: rank 0 adds for all. It is the simplest algorithm;
+// docs/contributing/extending.md uses it to show how an algorithm is added.
 //
 //   1. Stage: each rank except 0 copies its tile into its own staging slot and signals.
 //   2. Reduce: rank 0 adds all n contributions of the tile, in rank order, into its output and its

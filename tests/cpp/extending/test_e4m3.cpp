@@ -1,6 +1,6 @@
-// The codec of docs/EXTENDING.md, which is not in the library, on both executors. Two-shot must
-// give the bits of a reference that searches the table of all e4m3 numbers. Ring and tree may round
-// more often, but lose nothing with feedback.
+// The codec of docs/contributing/extending.md, which is not in the library, on both executors.
+// Two-shot must give the bits of a reference that searches the table of all e4m3 numbers. Ring and
+// tree may round more often, but lose nothing with feedback.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

@@ -1,5 +1,6 @@
-// The algorithm of docs/EXTENDING.md, which is not in the library, on both executors, against plain
-// integer arithmetic. Small staging areas make tiles and slots wrap around many times.
+// The algorithm of docs/contributing/extending.md, which is not in the library, on both executors,
+// against plain integer arithmetic. Small staging areas make tiles and slots wrap around many
+// times.
 #include <algorithm>
 #include <string>
 #include <vector>

@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- predicted: made by python -m sass.model -->\n", "<!-- end of predicted -->\n"
 
 ISSUED = 4 * 32  # threads' instructions that a multiprocessor issues in a cycle
-COPY = 4.3 / 4.8  # of the data sheet's bandwidth, by docs/performance.md's figure of an H200
+COPY = 4.3 / 4.8  # of the data sheet's bandwidth, by docs/lab/performance.md's figure of an H200
 LATENCY_US = 0.7  # of a load from memory under load, an assumption
 # Assumptions for a device that does little else.
 TRIP_US = 0.3  # from a load or a fence to the L2 cache and back
@@ -53,7 +53,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A row of docs/performance.md.
+    """A row of docs/lab/performance.md.
 
     Attributes:
         passes: its hot loops, and how often each goes over all elements.
