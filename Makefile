@@ -15,7 +15,7 @@ TESTS = OMP_NUM_THREADS=1 $(BIN)/python tests/run.py $(if $(PART),--part $(PART)
 # Compute capabilities for which the kernels are compiled and read.
 ARCHITECTURES ?= 80 90 100
 
-.PHONY: demo test test-slow nightly test-gpu test-emulated gpu bench-gpu convergence cuda-check lint format tsan asan bench clean
+.PHONY: demo test test-slow nightly test-gpu test-emulated gpu bench-gpu convergence cuda-check lint format docs tsan asan bench clean
 .PHONY: compile-commands torch-headers torch-check
 
 $(BIN)/python:
@@ -135,6 +135,14 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest pycomm._C --mypy-config-file tests/project/stubtest.ini
 	find csrc tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
+
+# The site: out/site/index.html.
+$(VENV)/.docs: $(VENV)/.built
+	$(BIN)/pip install -q --group docs
+	touch $@
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs/site -d out/site-cache . out/site
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .

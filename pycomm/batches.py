@@ -50,7 +50,8 @@ def even_batches(
         ValueError: some ranks have no batch; on all ranks.
         RuntimeError: other ranks' loaders have raised an error, or other ranks have left the loop
             and begun another one.
-        Any error that this rank's loader raises, and the errors of :func:`pycomm.all_reduce`.
+        Exception: this rank's loader has raised it.
+        pycomm.CollectiveError: as in :func:`pycomm.all_reduce`.
     """
     return _even_batches(loader, resolve_group(group))
 

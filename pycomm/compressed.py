@@ -210,8 +210,8 @@ def compressed_all_reduce(
     Raises:
         ValueError, TypeError: an argument is not as described.
         pycomm.NonFinite: see `strict`.
-        The errors of :func:`pycomm.all_reduce`. After a :class:`pycomm.CollectiveError` the result,
-        `residual` and `velocity` are undefined: copy them before the call if you need them then.
+        pycomm.CollectiveError: as in :func:`pycomm.all_reduce`. The result, `residual` and
+            `velocity` are then undefined: copy them before the call if you need them.
     """
     group = resolve_group(group)
     op = reduction(op, _OPS)

@@ -40,7 +40,7 @@ def share_state(*objects: Any, receive: bool = False, group: Group | None = None
     Raises:
         TypeError: an object is none of these.
         ValueError: no rank has states to send, or the sending rank's cannot be sent; on all ranks.
-        The errors of :func:`pycomm.broadcast` and ``load_state_dict``.
+        pycomm.CollectiveError: as in :func:`pycomm.broadcast`.
     """
     for index, each in enumerate(objects):
         if not (isinstance(each, dict) or hasattr(each, "load_state_dict")):

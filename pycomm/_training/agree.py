@@ -176,7 +176,7 @@ def sync_initial_state(
         ValueError: models or options differ, or there are old ranks and a Sharding has a group of
             its own; on all ranks. If models differ, old ranks raise CollectiveError instead.
         RuntimeError: the old ranks' parameters differ; on all ranks.
-        The errors of :meth:`Survival.agree`.
+        pycomm.CollectiveError: as in :meth:`Survival.agree`.
     """
     parameters = [parameter for _, parameter in common_parameters(module)]
     tensors = [*parameters, *(buffer for _, buffer in common_buffers(module))]

@@ -358,7 +358,7 @@ class LocalSGDState(HookState):
 
         Raises:
             RuntimeError: there has been no backward of the model since the last call.
-            The errors of :meth:`exchange`.
+            pycomm.CollectiveError: as in :meth:`exchange`.
         """
         if not self._had_backward:
             raise RuntimeError(
@@ -390,7 +390,7 @@ class LocalSGDState(HookState):
         Raises:
             pycomm.Mismatch: ranks are not at the same step, or differ in their settings or in their
                 common parameters.
-            The errors of :func:`pycomm.all_reduce`.
+            pycomm.CollectiveError: as in :func:`pycomm.all_reduce`.
         """
         if self.steps < self._gradient_steps:
             return False
@@ -420,8 +420,8 @@ class LocalSGDState(HookState):
             ValueError: this is called inside of :meth:`join`, any rank has an `inner_group`, or
                 this newcomer's parameters or options differ from the others'.
             RuntimeError: only some ranks took the last step of the warm-up; on all ranks.
-            pycomm.CollectiveError: a newcomer's parameters or options differ: shrink the group.
-            The errors of :meth:`exchange`.
+            pycomm.CollectiveError: a newcomer's parameters or options differ: shrink the group; and
+                as in :meth:`exchange`.
         """
         self._check_not_shown()
         if self.joining:
