@@ -59,13 +59,30 @@ def with_cuda() -> bool:
         raise SystemExit(f"PYCOMM_CUDA must be auto, 0 or 1, got {wanted!r}")
     if os.environ.get("FORCE_CUDA") == "1" and wanted == "auto":
         wanted = "1"
-    possible = cuda_home is not None and torch.version.cuda is not None
-    if wanted == "1" and not possible:
-        raise SystemExit(
-            f"PYCOMM_CUDA=1 needs nvcc (found: {cuda_home}) and a CUDA build of torch "
-            f"(torch {torch.__version__} has CUDA: {torch.version.cuda})"
-        )
-    return possible and wanted != "0"
+    if wanted == "0":
+        return False
+    nvcc = nvcc_version()
+    theirs = torch.version.cuda
+    if nvcc and theirs and nvcc.split(".")[0] == theirs.split(".")[0]:
+        return True
+    reason = (
+        "CUDA needs nvcc and a CUDA build of torch, of the same major version: found nvcc "
+        f"{nvcc} in {cuda_home}, and torch {torch.__version__} with CUDA {theirs}"
+    )
+    if wanted == "1":
+        raise SystemExit(f"pycomm: PYCOMM_CUDA=1, but {reason}")
+    if nvcc and theirs:
+        print(f"pycomm: left out CUDA. {reason}")
+    return False
+
+
+def nvcc_version() -> str | None:
+    """The version of the toolkit in CUDA_HOME, such as 13.0; None if there is no nvcc."""
+    nvcc = Path(f"{cuda_home}/bin/nvcc")
+    if not nvcc.exists():
+        return None
+    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    return re.search(r"release (\d+\.\d+)", told)[1]
 
 
 # torch's headers as system headers, so that only our own warnings count.

@@ -9,9 +9,21 @@
     pycomm.compressed_all_reduce(x, pycomm.Int8(), residual=state)
 """
 
+import importlib
+
 import torch  # noqa: F401 - its libraries must be loaded before ours
 
 import pycomm_backend
+
+try:
+    importlib.import_module("pycomm._C")
+except ModuleNotFoundError:
+    raise ImportError(
+        f"{__path__[0]} has pycomm's sources, which are not compiled. If pycomm is installed, run "
+        "the program or command in another folder: Python looks in the current one first. Or "
+        "install these sources: pip install --no-build-isolation -e ."
+    ) from None
+
 from pycomm import ops  # noqa: F401 - torch.compile and others look for its kernels
 from pycomm._names import lazy_names
 from pycomm._runtime import lifetime  # noqa: F401 - its exit handler comes after the program's own

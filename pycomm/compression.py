@@ -22,11 +22,11 @@ from pycomm._inputs import (
     COMPRESSIBLE,
     DTYPES,
     as_tensor,
-    check_count,
+    check_compressible,
+    check_memory,
+    check_no_gradient,
     check_step,
-    check_target,
     check_whole,
-    check_wire,
     elements,
     like_input,
     on_stream_of_arrays,
@@ -51,6 +51,38 @@ def _codec(kind: str, values: int = 0, stochastic: bool = False, block: int = 0)
     return _C.Codec(CODECS[kind], values, stochastic, block)
 
 
+def _check_count(n: int) -> None:
+    """Raises an error unless `n` can be a number of elements."""
+    check_whole("n", n)
+    if n < 0:
+        raise ValueError(f"n must not be negative, got {n}")
+
+
+def _check_wire(argument: str, wire: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Raises ValueError unless encoded bytes can lie there; returns `wire`."""
+    check_memory(argument, wire)
+    if wire.dtype != torch.uint8 or not wire.is_contiguous():
+        raise ValueError(f"{argument} must be contiguous and uint8, got {wire.dtype}")
+    if wire.device != device:
+        raise ValueError(f"{argument} must lie on {device}, got {wire.device}")
+    if wire.data_ptr() % 4:
+        raise ValueError(f"{argument} must be aligned to 4 bytes")
+    return wire
+
+
+def _check_target(target: torch.Tensor, n: int, device: torch.device, add: bool) -> None:
+    """Raises ValueError unless `n` elements can be decoded into it."""
+    check_memory("out", target)
+    check_compressible("out", target)
+    check_no_gradient("out", target)
+    if target.numel() != n or not target.is_contiguous():
+        raise ValueError(f"out must be contiguous and have {n} elements, got {target.numel()}")
+    if target.device != device:
+        raise ValueError(f"out must lie on {device}, got {target.device}")
+    if add and target.dtype != torch.float32:
+        raise ValueError(f"out must be float32 if add=True, got {target.dtype}")
+
+
 class Compression(ABC):
     """Base of all compressions. Elements are float32, float16 or bfloat16."""
 
@@ -67,7 +99,7 @@ class Compression(ABC):
 
     def encoded_bytes(self, n: int, dtype: torch.dtype = torch.float32, *, step: int = 0) -> int:
         """The number of bytes that :meth:`encode` returns for `n` elements, 16 of them header."""
-        check_count(n)
+        _check_count(n)
         return _C.encoded_bytes(self.codec(n, dtype, step), n)
 
     def wire_bytes(
@@ -77,7 +109,7 @@ class Compression(ABC):
 
         For top-k, and if ranks own unequal shares, this is the most that any rank reads.
         """
-        check_count(n)
+        _check_count(n)
         check_whole("ranks", ranks)
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {ranks}")
@@ -114,7 +146,7 @@ class Compression(ABC):
         if out is None:
             wire = torch.empty(nbytes, dtype=torch.uint8, device=dense.device)
         else:
-            wire = check_wire("out", as_tensor("out", out, written=True), dense.device)
+            wire = _check_wire("out", as_tensor("out", out, written=True), dense.device)
             if wire.numel() != nbytes:
                 raise ValueError(f"out must have {nbytes} bytes, got {wire.numel()}")
         _backend(dense.device).encode(
@@ -150,9 +182,9 @@ class Compression(ABC):
             ValueError: the bytes are not an encoding of `n` elements by this compression. A part of
                 `out` may have been written.
         """
-        check_count(n)
+        _check_count(n)
         source = as_tensor("wire", wire, written=False)
-        check_wire("wire", source, source.device)
+        _check_wire("wire", source, source.device)
         if out is None and add:
             raise ValueError("out must be given if add=True")
         if out is None and dtype not in COMPRESSIBLE:
@@ -162,7 +194,7 @@ class Compression(ABC):
             if out is None
             else as_tensor("out", out, written=True)
         )
-        check_target(target, n, source.device, add)
+        _check_target(target, n, source.device, add)
         increment_version(target)
         _backend(source.device).decode(
             self._reading_codec(n, target.dtype), source.data_ptr(), source.numel(), n,

@@ -1,6 +1,6 @@
 """How the C++ module of the torch.distributed backend is compiled.
 
-setup.py compiles it for the installed torch; c10d.py compiles it for another torch at run time.
+setup.py compiles it for the installed torch, c10d_cache.py for another torch at run time.
 This file imports nothing of pycomm, so that setup.py can run it.
 """
 

@@ -32,11 +32,12 @@ operations = logging.getLogger("pycomm.operations")
 def _set_up() -> str:
     """Sets up the loggers; returns the value of PYCOMM_LOG, or an empty string."""
     _pycomm.addHandler(logging.NullHandler())  # without one, Python prints warnings itself
-    asked = os.environ.get("PYCOMM_LOG", "")
+    asked = os.environ.get("PYCOMM_LOG", "").lower()
     if not asked:
         return ""
     if asked not in _LEVELS:
-        raise ValueError(f"PYCOMM_LOG must be one of {', '.join(_LEVELS)}, got {asked!r}")
+        levels = ", ".join(_LEVELS)
+        raise ValueError(f"PYCOMM_LOG must be one of {levels}, got {os.environ['PYCOMM_LOG']!r}")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(_FORMAT))
     _pycomm.addHandler(handler)
@@ -71,21 +72,26 @@ def backend_stages(name: str, rank: int, what: str) -> None:
     )
 
 
+def _tell(text: str) -> None:
+    """Warns of a long wait, on stderr if the log goes nowhere."""
+    _pycomm.warning(text)
+    if not _pycomm.isEnabledFor(logging.INFO):
+        print(f"pycomm: {text}", file=sys.stderr, flush=True)
+
+
 def backend_compiles(torch_version: str, path: str) -> None:
     """Warns that the first use of torch.distributed's backend takes long."""
-    _pycomm.warning(
-        "compiling the torch.distributed backend for torch %s, for which pycomm was not installed: "
-        "this takes about half a minute, once (%s)",
-        torch_version,
-        path,
+    _tell(
+        f"compiling the torch.distributed backend for torch {torch_version}, for which pycomm was "
+        f"not installed: this takes half a minute or more, once ({path})"
     )
 
 
 def backend_awaits_compiler(torch_version: str) -> None:
     """Warns that another process compiles torch.distributed's backend."""
-    _pycomm.warning(
-        "waiting for another process to compile the torch.distributed backend for torch %s",
-        torch_version,
+    _tell(
+        "waiting for another process to compile the torch.distributed backend for torch "
+        f"{torch_version}"
     )
 
 

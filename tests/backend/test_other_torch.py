@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm._runtime import c10d, c10d_build
+from pycomm._runtime import c10d_build, c10d_cache
 
 PACKAGE = Path(pycomm.__file__).parent
 MODULE = c10d_build.module_name(torch.__version__)
@@ -161,10 +161,10 @@ def test_the_real_compiler(environment, start):
 
 
 def test_a_compiled_module_is_used_again_without_a_compiler(here, monkeypatch):
-    path = c10d.compiled()
+    path = c10d_cache.compiled()
     assert path.read_bytes()[:-32] == BUILT.read_bytes()
     monkeypatch.setenv("CXX", "none")
-    assert c10d.compiled() == path
+    assert c10d_cache.compiled() == path
     assert calls(here) == 1
 
 
@@ -175,25 +175,25 @@ def test_what_killed_processes_have_left_is_removed(here):
         (cache / name / "part of a module").touch()
     with (cache / "other.so.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # it is being compiled
-        c10d.compiled()
+        c10d_cache.compiled()
     assert sorted(folders(here)) == ["not mine", "other.so.def.unfinished"]
 
 
 @pytest.mark.parametrize("keep", [0, 20, 100_000, -1])
 def test_incomplete_modules_are_compiled_again(here, keep):
-    path = c10d.compiled()
+    path = c10d_cache.compiled()
     whole = path.read_bytes()
     path.write_bytes(whole[:keep])
-    assert c10d.compiled() == path
+    assert c10d_cache.compiled() == path
     assert path.read_bytes() == whole
     assert calls(here) == 2
 
 
 def test_damaged_modules_are_compiled_again(here):
-    path = c10d.compiled()
+    path = c10d_cache.compiled()
     whole = path.read_bytes()
     path.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
-    assert c10d.compiled().read_bytes() == whole
+    assert c10d_cache.compiled().read_bytes() == whole
     assert calls(here) == 2
 
 
@@ -205,7 +205,7 @@ def test_all_sources_are_compiled():
 
 
 def test_what_the_module_depends_on_is_in_its_path(monkeypatch):
-    paths = {c10d._path()}
+    paths = {c10d_cache._path()}
     sources = c10d_build.sources()
     changed = sources | {"core/call.h": sources["core/call.h"] + b"\n"}
     for target, name, value in [
@@ -217,7 +217,7 @@ def test_what_the_module_depends_on_is_in_its_path(monkeypatch):
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(target, name, value)
-            paths.add(c10d._path())
+            paths.add(c10d_cache._path())
     assert len(paths) == 6
 
 
@@ -234,12 +234,34 @@ def test_folder_of_the_cache(monkeypatch, variables, folder):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert str(c10d._folder()) == folder
+    assert str(c10d_cache._folder()) == folder
+
+
+def test_a_user_without_a_home(here, monkeypatch):
+    """As a number without a name in a container, with and without the variable that helps."""
+
+    def no_home(_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    assert c10d_cache.compiled().exists()
+    for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    refuses("no home directory", "Set TORCH_EXTENSIONS_DIR")
+    assert calls(here) == 1
+
+
+@pytest.mark.parametrize("shown", ["info", ""])
+def test_compiling_is_announced_once(environment, start, shown):
+    """In the log if somebody reads it, otherwise on stderr."""
+    rank = start(environment | {"PYCOMM_LOG": shown})
+    output(rank)
+    assert rank.log.read_text().count("compiling the torch.distributed backend") == 1
 
 
 def refuses(*texts):
     with pytest.raises(ImportError) as caught:
-        c10d.compiled()
+        c10d_cache.compiled()
     assert f"cannot be compiled for torch {torch.__version__}" in str(caught.value)
     for text in texts:
         assert text in str(caught.value)

@@ -32,7 +32,7 @@ def said(caplog):
     return take
 
 
-@pytest.mark.parametrize("value", ["verbose", "INFO", "0"])
+@pytest.mark.parametrize("value", ["verbose", "Chatty", "0"])
 def test_other_values_are_refused(value, monkeypatch):
     monkeypatch.setenv("PYCOMM_LOG", value)
     with pytest.raises(ValueError, match=f"PYCOMM_LOG must be one of info, debug, got {value!r}"):
@@ -55,7 +55,7 @@ def test_who_prints_what():
     cases = {
         "silent": ("", False, ""),
         "own handlers": ("", True, ""),
-        "info": ("info", True, "INFO WARNING"),
+        "info": ("INFO", True, "INFO WARNING"),
         "debug": ("debug", False, "INFO WARNING DEBUG"),
     }
     ends = programs.run_all(

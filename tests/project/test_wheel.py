@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import setuptools
@@ -111,6 +112,57 @@ def test_warnings_are_errors_only_in_the_gate(monkeypatch, strict):
         assert {"-Wall", "-Wextra"} <= set(flags)
         assert ("-Werror" in flags) == (strict == "1")
     assert "export PYCOMM_STRICT=1" in (ROOT / ".ci" / "run").read_text()
+
+
+def extensions(monkeypatch, capfd, nvcc, cuda, wanted):
+    """What setup.py says of CUDA, and whether it builds it."""
+    folder = Path(os.environ["CUDA_HOME"])
+    (folder / "bin").mkdir(parents=True, exist_ok=True)
+    (folder / "bin/nvcc").write_text(
+        f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V1'"
+    )
+    (folder / "bin/nvcc").chmod(0o755)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYCOMM_CUDA", wanted)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    runpy.run_path("setup.py")
+    return "cudart_static" in given["ext_modules"][0].libraries, capfd.readouterr().out
+
+
+def test_a_toolkit_of_another_major_version_is_left_out(monkeypatch, tmp_path, capfd):
+    """torch's build helper would refuse to compile."""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    args = monkeypatch, capfd
+    assert extensions(*args, nvcc="13.3", cuda="13.0", wanted="auto")[0]
+    built, said = extensions(*args, nvcc="12.4", cuda="13.0", wanted="auto")
+    assert not built
+    assert "left out CUDA" in said
+    assert "nvcc 12.4" in said
+    assert "with CUDA 13.0" in said
+    assert extensions(*args, nvcc="12.4", cuda=None, wanted="auto") == (False, ANY)
+    with pytest.raises(SystemExit, match=r"nvcc 12\.4 .* with CUDA 13\.0"):
+        extensions(*args, nvcc="12.4", cuda="13.0", wanted="1")
+    with pytest.raises(SystemExit, match="with CUDA None"):
+        extensions(*args, nvcc="13.0", cuda=None, wanted="1")
+
+
+def test_sources_that_are_not_compiled_say_so(tmp_path):
+    """As in a checkout after `pip install .`, where they hide the installed package."""
+    for path in ROOT.glob("pycomm/**/*.py"):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.symlink_to(path)
+    (tmp_path / "pycomm_backend.py").symlink_to(ROOT / "pycomm_backend.py")
+    for command in (["-c", "import pycomm"], ["-m", "pycomm.top"]):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode != 0
+        assert f"{tmp_path}/pycomm has pycomm's sources, which are not compiled" in done.stderr
+        assert "in another folder" in done.stderr
+        assert "pip install --no-build-isolation -e ." in done.stderr
 
 
 def check_contents(wheel):

@@ -18,7 +18,7 @@ from sass.hot import HOT_LOOPS
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks" / "results" / "cuda_predicted.json"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs/lab/performance.md"
 BEGIN, END = "<!-- predicted: made by python -m sass.model -->\n", "<!-- end of predicted -->\n"
 
 ISSUED = 4 * 32  # threads' instructions that a multiprocessor issues in a cycle
