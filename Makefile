@@ -134,7 +134,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest pycomm._C --mypy-config-file tests/project/stubtest.ini
-	find csrc tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
+	find csrc tests examples docs -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
 
 # The site: out/site/index.html.
 $(VENV)/.docs: $(VENV)/.built
@@ -147,7 +147,7 @@ docs: $(VENV)/.docs
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	find csrc tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
+	find csrc tests examples docs -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
 
 clean:
 	rm -rf build out dist *.egg-info pycomm/*.so $(VENV)
