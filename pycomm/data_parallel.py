@@ -310,8 +310,14 @@ class DataParallel(ModuleProxy):
             if commits:
                 optimizer.step()
 
-        With replicas, the step itself may raise such an error, so put it inside of ``try``.
+        With replicas, the step itself may raise such an error, so put it inside of ``try``. A rank
+        that has no more batches decides nothing, so :meth:`join` excludes this.
         """
+        if self._joined_steps is not None:
+            raise ValueError(
+                "should_commit() cannot be used inside of join(), because ranks without batches do "
+                "not call it: use pycomm.even_batches"
+            )
         if self._sharding is not None and self._sharding.replicas == 1:
             raise ValueError(
                 "a lost rank takes its part of the optimizer's states with it: load a checkpoint "
