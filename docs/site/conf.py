@@ -90,3 +90,4 @@ def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     Path(app.srcdir, f"{PYTHON}.rst").write_text(docstrings())
     app.connect("source-read", complete)
+    app.connect("env-get-outdated", lambda *_: [root_doc])  # docs/README.md may have changed

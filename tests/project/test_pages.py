@@ -14,6 +14,11 @@ from types import SimpleNamespace
 mine = SimpleNamespace(ranks={group.rank: SimpleNamespace(own=1.0 + group.rank)})
 assert own_part(60, 30, mine) == (40, 20)[group.rank]
 """
+# As the page says. Other processors may round otherwise.
+LOSSES = """
+assert losses["int8"] < 1.1 * losses["exact"]
+assert losses["exact"] < losses["sign_all_reduce"] < losses["no_residual"] < 2 * losses["exact"]
+"""
 
 
 @pytest.mark.parametrize(
@@ -24,11 +29,29 @@ assert own_part(60, 30, mine) == (40, 20)[group.rank]
         ("docs/how-to/mixed-precision.md", 4, GROUP, ""),
         ("docs/how-to/arrays.md", 1, "", ""),
         ("docs/how-to/from-zero-and-fsdp.md", 1, GROUP, ""),
+        ("docs/tutorials/codec.md", 4, "", LOSSES),
+        ("docs/tutorials/memory.md", 1, "", ""),
     ],
-    ids=["readme", "coming-from", "mixed-precision", "arrays", "from-zero-and-fsdp"],
+    ids=[
+        "readme",
+        "coming-from",
+        "mixed-precision",
+        "arrays",
+        "from-zero-and-fsdp",
+        "codec",
+        "memory",
+    ],
 )
 def test_programs(page, blocks, given, then):
     assert pages.run(page, given=given, then=then) == blocks
+
+
+def test_survive():
+    """The tutorial's blocks stand in the example."""
+    example = re.sub(r"^ +", "", (pages.ROOT / "examples/survive.py").read_text(), flags=re.M)
+    blocks = [block for _, block in pages.blocks_of("docs/tutorials/survive.md")]
+    assert len(blocks) == 3
+    assert all(re.sub(r"^ +", "", block, flags=re.M) in example for block in blocks)
 
 
 def test_programs_of_the_tour():
