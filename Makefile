@@ -65,6 +65,7 @@ gpu:
 
 # Prints why where there is no CUDA device.
 bench-gpu: $(VENV)/.built
+	mkdir -p out
 	$(BIN)/python -m pycomm.bench gpu -J out/gpu.json
 
 # Trains in every mode, for minutes; the short form is among the tests.

@@ -68,6 +68,7 @@ def main() -> None:
     device = parser.parse_args().device
     device_of(device, 0)
     launch.require("rich", "matplotlib")
+    OUT.mkdir(parents=True, exist_ok=True)
     results, picture = OUT / "demo.json", OUT / "demo.png"
     print(f"1. A small transformer under DDP on {RANKS} ranks, with and without compression\n")
     launch.run(train_all, device, ranks=RANKS, device=device)

@@ -95,8 +95,8 @@ class NodeRow(ResultRow):
         self.time_us, self.link_bytes, self.rounds = round(time_us, 1), link_bytes, rounds
         self.ratio = round(base_us / time_us, 3)
 
-    def line(self) -> str:
-        """The line of the table."""
+    def line(self, wide: bool = False) -> str:  # noqa: ARG002
+        """The line of the table, whose columns are always the same."""
         what = f"{self.case:>22}  {self.nodes} x {self.ranks_per_node}  {self.rate:>8} "
         times = (_number(value, 1e-3, 10) for value in (self.time_us, self.predicted_us))
         sent = (_number(value, 1e-6, 9) for value in (self.link_bytes, self.predicted_link_bytes))

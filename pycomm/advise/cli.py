@@ -12,6 +12,7 @@ from pycomm.advise import advice, constants, measure
 from pycomm.advise.advice import Question
 from pycomm.advise.model import MOST_RANKS, Cluster, Link, compression_of
 from pycomm.bench import launch
+from pycomm.bench.report import writable
 
 DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 QUESTION = ("params", "ranks", "nodes", "step_ms")
@@ -92,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="measure this node first (10 s); under torchrun the links, too")  # fmt: skip
     add("--constants", type=Path, metavar="FILE",
         help="read the constants from FILE; with --measure, write them to FILE")  # fmt: skip
-    add("--plot", metavar="FILE", help="draw the predictions as a PNG")
+    add("--plot", type=writable, metavar="FILE", help="draw the predictions as a PNG")
     return parser
 
 
@@ -123,8 +124,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     file = arguments.constants
     if file and not arguments.measure and not file.is_file():
         parser.error(f"--constants: there is no file {file}")
-    if file and arguments.measure and not file.absolute().parent.is_dir():
-        parser.error(f"--constants: there is no folder {file.parent}")
+    if file and arguments.measure:
+        try:
+            writable(str(file))
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"--constants: {error}")
     if arguments.measure:
         launch.require("numpy")  # for torch's collectives of objects
     if arguments.plot:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import pycomm
 from pycomm._runtime.torch_private import backend_that_does_nothing
 from pycomm.bench import measure
-from pycomm.bench.report import KIB, MIB, SPREAD, RankSettings, Results, TimedRow
+from pycomm.bench.report import KIB, MIB, Column, RankSettings, Results, TimedRow, cell, spread
 
 SIZES = {
     "all_reduce": (256, MIB, 64 * MIB),
@@ -64,21 +64,18 @@ class C10dRow(TimedRow):
     ranks: int
     speedup: float
 
-    def line(self) -> str:
-        """The line of the table."""
-        return (
-            f"{self.operation:>23} {self.bytes:11} {self.impl:>18} {self.time_us:8.1f} "
-            f"{self.spread()} {self.speedup:7.1f}"
-        )
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("operation", "", 23, cell("operation")),
+        Column("bytes", "", 10, cell("bytes")),
+        Column("impl", "", 17, cell("impl")),
+        Column("time", "(us)", 9, cell("time_us", ".1f")),
+        *spread(narrow=("p99",)),
+        Column("peer's", "/ this", 7, cell("speedup", ".1f")),
+    )
 
     def point(self) -> tuple[str, int, str]:
         """See :meth:`TimedRow.point`."""
         return f"{self.operation} {self.impl}", self.bytes, "bytes"
-
-
-HEADER = f"""\
-#             operation       bytes               impl     time {SPREAD}  gloo's
-#                                                          (us)      (us)      (us)      (us)      (us)  / this"""  # noqa: E501
 
 
 def run(settings: C10dSettings) -> Results[C10dRow]:
@@ -87,7 +84,7 @@ def run(settings: C10dSettings) -> Results[C10dRow]:
         groups = {"gloo": dist.new_group(backend="gloo"), "pycomm": dist.group.WORLD}
         results: Results[C10dRow] = Results(settings)
         what = f"torch.distributed on {group.size} ranks; {results.place}"
-        results.begin(what, HEADER)
+        results.begin(what, C10dRow.header(settings.wide))
         for operation in settings.operations:
             for nbytes in SIZES[operation]:
                 results.add(_run_case(settings, group, groups, operation, nbytes))

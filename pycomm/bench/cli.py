@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
+import multiprocessing
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from pycomm import _C, parse_compression
 from pycomm._inputs import ALGORITHMS, COMPRESSIBLE, DTYPES, OPS
@@ -28,7 +32,18 @@ from pycomm.bench import (
 )
 from pycomm.bench.contestants import REDUCTIONS
 from pycomm.bench.gpu import session
-from pycomm.bench.report import GIB, KIB, MIB, RankSettings, Results, Settings, human_bytes
+from pycomm.bench.report import (
+    GIB,
+    KIB,
+    MIB,
+    UNREAD,
+    RankSettings,
+    Results,
+    Settings,
+    human_bytes,
+    picture,
+    writable,
+)
 
 COLLECTIVES = {
     "all_reduce": "time all-reduces",
@@ -77,8 +92,27 @@ UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, starts the ranks if necessary, and runs."""
+    """Parses, starts the ranks if necessary, and runs.
+
+    Ctrl-C ends the run: rows are printed and written as they come.
+    """
     settings = parse(argv)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    try:
+        _start(settings)
+    except KeyboardInterrupt:
+        for rank in multiprocessing.active_children():
+            rank.terminate()
+            rank.join()
+        raise SystemExit(128 + signal.SIGINT) from None
+    except ProcessExitedException as error:
+        if error.exit_code != UNREAD:
+            raise
+        raise SystemExit(UNREAD) from None
+
+
+def _start(settings: Any) -> None:
+    """Runs on ranks, or in this process."""
     if isinstance(settings, RankSettings):
         backend = "pycomm" if settings.benchmark == "c10d" else "gloo"
         device = getattr(settings, "device", "cpu")
@@ -104,8 +138,10 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     Returns:
         The settings of the benchmark's own type, whose fields have the names of the arguments.
     """
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
+    arguments, unknown = make_parser().parse_known_args(argv)
+    parser: argparse.ArgumentParser = arguments.parser
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     words = sys.argv[1:] if argv is None else argv
     arguments.command = shlex.join(["python", "-m", "pycomm.bench", *words])
     device = getattr(arguments, "device", "cpu")
@@ -185,6 +221,8 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("scaling", help=SCALING, description=SCALING)
     _add_model_flags(command, parameters=8 * MIB, batch=64)
     _add_scaling_flags(command)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # its errors show its own usage
     return parser
 
 
@@ -315,8 +353,9 @@ def _add_run_flags(
     add = command.add_argument_group("how long, and what becomes of the results").add_argument
     add("-n", "--iters", type=whole(1), metavar="N", help=iters_help)
     add("-w", "--warmup_iters", type=whole(0), metavar="N", help=warmup_help)
-    add("-J", "--json", metavar="FILE", help="write results")
+    add("-J", "--json", type=writable, metavar="FILE", help="write results")
     add("--plot", type=picture, metavar="FILE", help="draw results as a PNG")
+    add("--wide", action="store_true", help="show all columns; else those that fit 80 characters")
 
 
 def _add_optimizer_flags(command: argparse.ArgumentParser) -> None:
@@ -381,13 +420,6 @@ def seconds(text: str) -> float:
             f"expected seconds above 0 and at most {MOST_SECONDS:g}, got {text!r}"
         )
     return value
-
-
-def picture(text: str) -> str:
-    """Parses the name of a PNG file."""
-    if not text.endswith(".png"):
-        raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
-    return text
 
 
 def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 import pycomm
 from pycomm.bench import verify
-from pycomm.bench.report import SPREAD, Results, Settings, TimedRow, human_bytes
+from pycomm.bench.report import Column, Results, Settings, TimedRow, cell, human_bytes, spread
 from pycomm.bench.streams import Mix, Task
 
 # The number of elements is a multiple of this, so that all blocks are complete.
@@ -72,24 +73,25 @@ class CodecRow(TimedRow):
     torch_ratio: float
     wrong: int | None
 
-    def line(self) -> str:
-        """The line of the table."""
-        wrong = "N/A" if self.wrong is None else self.wrong
-        return (
-            f"{self.count:11} {self.dtype:>9}  {self.codec:11} {self.operation:10} "
-            f"{self.time_us:11.2f} {self.spread()} "
-            f"{self.GBps:7.2f} {self.stream_GBps:7.2f} {self.stream_percent:6.1f} "
-            f"{self.torch_us:12.2f} {self.torch_ratio:7.2f} {wrong:>7}  {self.stream}"
-        )
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("elements", "", 11, cell("count")),
+        Column("type", "", 8, cell("dtype")),
+        Column("codec", "", -10, cell("codec")),
+        Column("operation", "", -10, cell("operation")),
+        Column("time", "(us)", 10, cell("time_us", ".2f")),
+        *spread(),
+        Column("rate", "(GB/s)", 7, cell("GBps", ".2f"), wide=True),
+        Column("stream", "(GB/s)", 7, cell("stream_GBps", ".2f"), wide=True),
+        Column("share", "(%)", 6, cell("stream_percent", ".1f")),
+        Column("torch", "(us)", 10, cell("torch_us", ".2f"), wide=True),
+        Column("torch", "/ ours", 7, cell("torch_ratio", ".2f")),
+        Column("#wrong", "", 6, cell("wrong", absent="N/A")),
+        Column("stream is", "", -20, cell("stream"), wide=True),
+    )
 
     def point(self) -> tuple[str, int, str]:
         """See :meth:`TimedRow.point`."""
         return f"{self.codec} {self.operation} {self.dtype}", self.bytes, "bytes"
-
-
-HEADER = f"""\
-#  elements      type  codec       operation         time {SPREAD}    rate  stream  share        torch   torch  #wrong  stream is
-#                                                    (us)      (us)      (us)      (us)      (us)  (GB/s)  (GB/s)    (%)         (us)  / ours"""  # noqa: E501
 
 
 def run(settings: CodecSettings) -> Results[CodecRow]:
@@ -98,7 +100,7 @@ def run(settings: CodecSettings) -> Results[CodecRow]:
     torch.manual_seed(0)
     results: Results[CodecRow] = Results(settings)
     where = "one core" if settings.device == "cpu" else torch.cuda.get_device_name()
-    results.begin(f"codecs on {where}; {results.place}", HEADER)
+    results.begin(f"codecs on {where}; {results.place}", CodecRow.header(settings.wide))
     for name, nbytes in itertools.product(settings.dtypes, settings.sizes):
         dtype: torch.dtype = getattr(torch, name)
         count = max(nbytes // dtype.itemsize // UNIT, 1) * UNIT

@@ -17,6 +17,7 @@ import pycomm
 from pycomm.bench import floor, measure, peers, verify
 from pycomm.bench.contestants import (
     IN_PLACE,
+    REDUCTIONS,
     Case,
     CollectiveRow,
     Compressed,
@@ -25,7 +26,7 @@ from pycomm.bench.contestants import (
     make_row,
 )
 from pycomm.bench.gpu import machine
-from pycomm.bench.report import SPREAD, RankSettings, Results, human_bytes
+from pycomm.bench.report import RankSettings, Results, human_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,6 @@ class CollectiveSettings(RankSettings):
     device: str
 
 
-HEADER = f"""\
-#       size        count      type  redop  impl       algorithm    buffer compression         wire        time   algbw   busbw  #wrong {SPREAD}   time
-#        (B)   (elements)                                                                       (B)        (us)  (GB/s)  (GB/s)              (us)      (us)      (us)      (us) /floor"""  # noqa: E501
-
-
 def run(settings: CollectiveSettings) -> Results[CollectiveRow]:
     """Measures everything in the settings; rank 0 prints, writes and plots."""
     group = pycomm.init(timeout=settings.timeout, cuda_heap_bytes=_cuda_heap_bytes(settings))
@@ -67,15 +63,18 @@ def run(settings: CollectiveSettings) -> Results[CollectiveRow]:
             absent[peer.impl] = "cannot run any of these cases"
     field = [*own_contestants(group, settings), *others]
     results = _begin(settings, group, absent, refusals(field, cases))
+    several = len(settings.dtypes) * len(settings.ops) > 1
     for case in cases:
         able = [contestant for contestant in field if contestant.supports(case)]
         if able:
             able_probes = [probe for probe in probes if probe.supports(case)]
             added = _run_case(settings, group, able, able_probes, case, results.meta)
             if settings.brief:
-                results.rows += added
+                results.keep(added)
                 results.say(*compare(added))
             else:
+                if several:
+                    results.comment(f"{case.dtype_name} {added[0].op}")
                 results.add(added)
     if settings.device == "cuda" and group.rank == 0:
         results.meta["links_after"] = machine.links()
@@ -105,9 +104,11 @@ def _begin(
     results.meta["barrier_us_before"] = round(measure.barrier_us(group), 3)
     notes = [f"no {name}: {reason}" for name, reason in absent.items()]
     notes += [f"not compressed: {', '.join(refused)}"] if refused else []
-    dtypes = ", ".join(settings.dtypes)
-    what = f"{settings.benchmark} of {dtypes}, {group.size} ranks on {results.place}"
-    results.begin(what, HEADER, *notes)
+    kinds = ", ".join(
+        (*settings.dtypes, *(settings.ops if settings.benchmark in REDUCTIONS else ()))
+    )
+    what = f"{settings.benchmark} of {kinds}, {group.size} ranks on {results.place}"
+    results.begin(what, CollectiveRow.header(settings.wide), *notes)
     return results
 
 
@@ -223,7 +224,8 @@ def _by_case(rows: list[CollectiveRow]) -> dict[str, list[CollectiveRow]]:
     """The rows of every size, dtype and operation, by a description of these."""
     cases: dict[str, list[CollectiveRow]] = {}
     for row in rows:
-        cases.setdefault(f"{human_bytes(row.bytes)} {row.dtype} {row.op}", []).append(row)
+        op = "" if row.op == "none" else f" {row.op}"
+        cases.setdefault(f"{human_bytes(row.bytes)} {row.dtype}{op}", []).append(row)
     return cases
 
 

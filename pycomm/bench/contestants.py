@@ -6,19 +6,20 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 import pycomm
 from pycomm._inputs import CODED_ALGORITHMS, COMPRESSIBLE
 from pycomm.bench.measure import Figures, Prepared
-from pycomm.bench.report import TimedRow
+from pycomm.bench.report import Column, TimedRow, cell, spread
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 GATHERS = ("all_gather", "gather")  # the input is a block of the output
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 ROOT = 0
+USUAL = ("default", "tensor", "none")  # words of a contestant that tables leave out
 DENSE_ALGORITHMS = ("ring", "tree")  # they run with codecs, but not with top-k
 
 
@@ -249,19 +250,26 @@ class CollectiveRow(TimedRow):
     wrong: int | None
     over_floor: float | None
 
-    def line(self) -> str:
-        """The line of the table."""
-        op = self.op if self.collective in REDUCTIONS else "none"
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("size", "(B)", 10, cell("bytes")),
+        Column("count", "(elements)", 12, cell("count"), wide=True),
+        Column("type", "", 9, cell("dtype"), wide=True),
+        Column("redop", "", 6, cell("op"), wide=True),
+        Column("wire", "(B)", 12, cell("wire_bytes"), wide=True),
+        Column("time", "(us)", 9, cell("time_us", ".2f")),
+        Column("algbw", "(GB/s)", 7, cell("algbw_GBps", ".2f"), wide=True),
+        Column("busbw", "(GB/s)", 6, cell("busbw_GBps", ".2f")),
+        Column("#wrong", "", 6, cell("wrong", absent="N/A")),
+        *spread(narrow=("p99",)),
+        Column("time", "/floor", 6, cell("over_floor", ".2f")),
+        Column("contestant", "", -28, lambda row: row.contestant()),
+    )
+
+    def contestant(self) -> str:
+        """The library, its algorithm, and what is not as usual."""
         algorithm = f"{self.algorithm}:{self.chosen}" if self.chosen else self.algorithm
-        wrong = "N/A" if self.wrong is None else str(self.wrong)
-        wire = "" if self.wire_bytes is None else str(self.wire_bytes)
-        over = "" if self.over_floor is None else f"{self.over_floor:.2f}"
-        return (
-            f"{self.bytes:12} {self.count:12} {self.dtype:>9} {op:>6}  "
-            f"{self.impl:10} {algorithm:12} {self.buffer:6} {self.compression:11} {wire:>12} "
-            f"{self.time_us:11.2f} {self.algbw_GBps:7.2f} {self.busbw_GBps:7.2f} {wrong:>7} "
-            f"{self.spread()} {over:>6}"
-        ).rstrip()
+        words = (algorithm, self.buffer, self.compression)
+        return " ".join([self.impl, *(word for word in words if word not in USUAL)])
 
     def point(self) -> tuple[str, int, str]:
         """See :meth:`TimedRow.point`."""
@@ -287,7 +295,7 @@ def make_row(
         chosen=ours.chosen(case) if ours else None,
         device=case.device,
         dtype=case.dtype_name,
-        op=case.op,
+        op=case.op if case.collective in REDUCTIONS else "none",
         compression=contestant.compression,
         ranks=case.ranks,
         buffer=contestant.buffer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -84,8 +85,14 @@ def run(
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the children as they load OpenMP
         store = host_store()
         arguments = (ranks, store.port, timeout, backend, device, body, args)
-        # Daemons: they end when this process does, by Ctrl-C for example.
-        spawn(_spawned, arguments, nprocs=ranks, daemon=True)  # type: ignore[no-untyped-call]
+        # Daemons: they end when this process does. Ctrl-C is for this process alone.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            started = spawn(_spawned, arguments, ranks, join=False, daemon=True)  # type: ignore[no-untyped-call]
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        while not started.join():
+            pass
 
 
 def host_store() -> TCPStore:

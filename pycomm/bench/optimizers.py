@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from pycomm import optim
 from pycomm.bench import peers
-from pycomm.bench.report import SPREAD, Results, Settings, TimedRow
+from pycomm.bench.report import Column, Results, Settings, TimedRow, cell, spread
 from pycomm.bench.streams import Mix, Outcome, Task
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
@@ -108,22 +108,23 @@ class OptimizerRow(TimedRow):
     stream_percent: float
     ratio: float
 
-    def line(self) -> str:
-        """The line of the table."""
-        return (
-            f"{self.count:11} {self.tensors:8}  {self.optimizer:9}  {self.scheme:20}  "
-            f"{self.impl:12}{self.bytes / self.count:8.2f} {self.ns_per_parameter:9.3f} "
-            f"{self.GBps:7.2f} {self.stream_percent:9.1f} {self.ratio:7.3f} {self.spread()}"
-        )
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("elements", "", 11, cell("count")),
+        Column("tensors", "", 7, cell("tensors"), wide=True),
+        Column("optimizer", "", -9, cell("optimizer")),
+        Column("scheme", "", -19, cell("scheme")),
+        Column("impl", "", -11, cell("impl")),
+        Column("B/param", "", 7, lambda row: f"{row.bytes / row.count:.2f}", wide=True),
+        Column("ns/param", "", 8, cell("ns_per_parameter", ".3f")),
+        Column("GB/s", "", 7, cell("GBps", ".2f"), wide=True),
+        Column("share", "(%)", 6, cell("stream_percent", ".1f")),
+        Column("ratio", "", 7, cell("ratio", ".3f")),
+        *spread(),
+    )
 
     def point(self) -> tuple[str, int, str]:
         """See :meth:`TimedRow.point`."""
         return f"{self.optimizer} {self.scheme} {self.impl}", self.count, "parameters"
-
-
-HEADER = f"""\
-#  elements  tensors  optimizer  scheme                impl         B/param  ns/param    GB/s  share(%)   ratio {SPREAD}
-#                                                                                                               (us)      (us)      (us)      (us)"""  # noqa: E501
 
 
 def run(settings: OptimizerBenchSettings) -> Results[OptimizerRow]:
@@ -131,7 +132,7 @@ def run(settings: OptimizerBenchSettings) -> Results[OptimizerRow]:
     torch.set_num_threads(settings.threads)
     results: Results[OptimizerRow] = Results(settings)
     where = "CUDA" if settings.device == "cuda" else f"{settings.threads} threads"
-    results.begin(f"optimizers on {where}; {results.place}", HEADER)
+    results.begin(f"optimizers on {where}; {results.place}", OptimizerRow.header(settings.wide))
     sizes = settings.sizes[:1] if settings.small else settings.sizes
     for name, scheme, nbytes in itertools.product(settings.names, settings.schemes, sizes):
         case = replace(settings, name=name, count=max(nbytes // 4, 1))

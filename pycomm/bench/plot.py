@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -50,7 +49,7 @@ def draw(path: str, title: str, rows: Sequence[TimedRow]) -> None:
     """Writes a PNG of a table.
 
     Args:
-        path: the file; its folder is created.
+        path: the file, in a folder that exists.
         title: what was measured, and where.
         rows: the results.
     """
@@ -161,8 +160,7 @@ def _draw_collectives(rows: Sequence[CollectiveRow]) -> Figure:
 
 
 def save(figure: Figure, path: str) -> None:
-    """Writes a figure as a PNG, in a folder that is made if necessary."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    """Writes a figure as a PNG, in a folder that exists."""
     figure.savefig(path, dpi=150, format="png")
     plt.close(figure)
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch.distributed as dist
 
 from pycomm import collect_env
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+UNREAD = 128 + signal.SIGPIPE  # the exit code if nobody reads the output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class Settings:
         warmup_iters: untimed calls before each round; None takes a tenth of the round's.
         json: the file to write.
         plot: the picture to draw.
+        wide: shows all columns of the table, not only those that fit 80 characters.
         command: the command line.
     """
 
@@ -36,6 +40,7 @@ class Settings:
     warmup_iters: int | None = None
     json: str | None = None
     plot: str | None = None
+    wide: bool = False
     command: str = ""
 
 
@@ -56,11 +61,50 @@ class ResultRow(ABC):
     """A contestant's result; its attributes are the keys of the JSON file."""
 
     @abstractmethod
-    def line(self) -> str:
-        """The line of the table."""
+    def line(self, wide: bool = False) -> str:
+        """The line of the table, with all columns if it is `wide`."""
 
 
-SPREAD = "      p50       p95       p99       max"  # above the columns of TimedRow.spread
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: the first line above it.
+        unit: the second line.
+        width: its width; a negative one aligns to the left.
+        text: makes the cell of a row.
+        wide: True if only wide tables have it.
+    """
+
+    title: str
+    unit: str
+    width: int
+    text: Callable[[Any], str]
+    wide: bool = False
+
+    def align(self, text: str) -> str:
+        """The text, filled up to the width."""
+        return f"{text:{'<' if self.width < 0 else '>'}{abs(self.width)}}"
+
+
+def cell(name: str, form: str = "", unit: float = 1, absent: str = "") -> Callable[[Any], str]:
+    """Makes the text of an attribute: in a format, in units of `unit`; `absent` for None."""
+
+    def text(row: Any) -> str:
+        value = getattr(row, name)
+        return absent if value is None else format(value / unit if unit != 1 else value, form)
+
+    return text
+
+
+def spread(unit: str = "us", narrow: tuple[str, ...] = ()) -> tuple[Column, ...]:
+    """The columns of the percentiles and the maximum, of which narrow tables have some."""
+    size = {"us": 1.0, "ms": 1e3}[unit]
+    return tuple(
+        Column(name, f"({unit})", 9, cell(f"{name}_us", ".2f", size), name not in narrow)
+        for name in ("p50", "p95", "p99", "max")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +118,8 @@ class TimedRow(ResultRow):
         max_us: the longest sample, over all ranks.
     """
 
+    columns: ClassVar[tuple[Column, ...]]
+
     iterations: int
     time_us: float
     p50_us: float
@@ -85,10 +131,18 @@ class TimedRow(ResultRow):
     def point(self) -> tuple[str, int, str]:
         """Where a plot shows the row: the contestant, the size of the case, and what it counts."""
 
-    def spread(self, unit_us: float = 1.0) -> str:
-        """The columns of the percentiles and the maximum."""
-        times = (self.p50_us, self.p95_us, self.p99_us, self.max_us)
-        return " ".join(f"{time_us / unit_us:9.2f}" for time_us in times)
+    def line(self, wide: bool = False) -> str:
+        """See :meth:`ResultRow.line`."""
+        shown = (column for column in self.columns if wide or not column.wide)
+        return " ".join(column.align(column.text(self)) for column in shown).rstrip()
+
+    @classmethod
+    def header(cls, wide: bool) -> str:
+        """The two lines above the table."""
+        shown = [column for column in cls.columns if wide or not column.wide]
+        titles = " ".join(column.align(column.title) for column in shown).rstrip()
+        units = " ".join(column.align(column.unit) for column in shown).rstrip()
+        return f"#{titles[1:]}\n#{units[1:]}"
 
 
 AnyRow = TypeVar("AnyRow", bound=ResultRow)
@@ -103,16 +157,16 @@ class Results(Generic[AnyRow]):
         facts: entries of `meta` besides the circumstances of the run.
 
     Attributes:
-        meta: the circumstances.
+        meta: the circumstances; `complete` is False until the run has ended.
         rows: the table.
         what: what is measured, in words.
         is_first: True on the rank that prints.
     """
 
     def __init__(self, settings: Settings, *, brief: bool = False, **facts: Any) -> None:
-        self.meta = circumstances(settings.command) | facts
+        self.meta = circumstances(settings.command) | facts | {"complete": False}
         self.rows: list[AnyRow] = []
-        self._path, self._brief = settings.json, brief
+        self._path, self._brief, self._wide = settings.json, brief, settings.wide
         self.what = ""
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
 
@@ -129,14 +183,19 @@ class Results(Generic[AnyRow]):
             self.say(header)
 
     def add(self, rows: Iterable[AnyRow]) -> None:
-        """Prints and keeps rows; what comes later cannot lose them."""
-        for row in rows:
-            self.rows.append(row)
-            self.say(row.line())
+        """Prints and keeps rows."""
+        rows = list(rows)
+        self.say(*(row.line(self._wide) for row in rows))
+        self.keep(rows)
+
+    def keep(self, rows: Iterable[AnyRow]) -> None:
+        """Keeps rows, and writes them: what comes later cannot lose them."""
+        self.rows += rows
         self.save()
 
     def end(self, *notes: str) -> None:
         """Prints what comes below the table, and writes the file, if there is one."""
+        self.meta["complete"] = True
         self.save()
         self.comment(self._load("after"), *notes)
 
@@ -152,9 +211,12 @@ class Results(Generic[AnyRow]):
             self.say(*(f"# {line}" for line in lines))
 
     def say(self, *lines: str) -> None:
-        """Prints lines."""
+        """Prints lines; ends the process if nobody reads them any more."""
         if self.is_first and lines:
-            print(*lines, sep="\n", flush=True)
+            try:
+                print(*lines, sep="\n", flush=True)
+            except BrokenPipeError:
+                os._exit(UNREAD)  # before other ranks can miss this one, and without a traceback
 
     def _load(self, moment: str) -> str:
         """The machine's load before or after the run, and the time of a barrier if measured."""
@@ -181,11 +243,19 @@ def circumstances(command: str) -> dict[str, Any]:
 
 
 def write_json(path: str, meta: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
-    """Writes ``{"meta": ..., "rows": [...]}``, a row per line."""
+    """Writes ``{"meta": ..., "rows": [...]}``, a row per line, in a folder that exists.
+
+    A reader, or whoever interrupts the run, finds the old file or the new one, whole.
+    """
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
     head = json.dumps(meta, indent=2).replace("\n", "\n  ")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(f'{{\n  "meta": {head},\n  "rows": [\n{lines}\n  ]\n}}\n')
+    text = f'{{\n  "meta": {head},\n  "rows": [\n{lines}\n  ]\n}}\n'
+    if Path(path).exists() and not Path(path).is_file():  # a pipe or a device
+        Path(path).write_text(text)
+        return
+    written = Path(f"{path}.part")
+    written.write_text(text)
+    written.replace(path)
 
 
 def versions(meta: dict[str, Any]) -> str:
@@ -199,3 +269,25 @@ def human_bytes(count: int) -> str:
         if count >= unit and count % unit == 0:
             return f"{count // unit} {name}"
     return f"{count:,} B"
+
+
+def picture(text: str) -> str:
+    """Parses the name of a PNG file."""
+    if not text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
+    return writable(text)
+
+
+def writable(text: str) -> str:
+    """Parses the name of a file that can be written, in a folder that exists."""
+    file = Path(text)
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"expected a file in a folder that exists, got {text!r}: there is no folder "
+            f"{file.parent}"
+        )
+    places = [folder, file] if file.exists() else [folder]
+    if file.is_dir() or not all(os.access(place, os.W_OK) for place in places):
+        raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
+    return text

@@ -15,7 +15,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm import collect_env
 from pycomm.bench import launch, measure, training, verify
-from pycomm.bench.report import MIB, SPREAD, Results, Settings, TimedRow
+from pycomm.bench.report import MIB, Column, Results, Settings, TimedRow, cell, spread
 
 ALONE = "none"  # steps without communication
 
@@ -74,23 +74,21 @@ class ScalingRow(TimedRow):
     memory_MiB: float  # noqa: N815 - the unit
     wrong: int
 
-    def line(self) -> str:
-        """The line of the table."""
-        efficiency = "-" if self.efficiency_percent is None else f"{self.efficiency_percent:.1f}"
-        return (
-            f"{self.ranks:7} {self.name:>8} {self.time_us / 1e3:10.2f} {self.speedup:9.2f} "
-            f"{efficiency:>11} {self.communication_percent:14.1f} {self.memory_MiB:8.1f} "
-            f"{self.wrong:>7} {self.spread(1e3)}"
-        )
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("ranks", "", 7, cell("ranks")),
+        Column("name", "", 8, cell("name")),
+        Column("step", "(ms)", 10, cell("time_us", ".2f", 1e3)),
+        Column("speed-up", "", 8, cell("speedup", ".2f")),
+        Column("efficiency", "(%)", 10, cell("efficiency_percent", ".1f", absent="-")),
+        Column("communication", "(%)", 13, cell("communication_percent", ".1f")),
+        Column("memory", "(MiB)", 8, cell("memory_MiB", ".1f")),
+        Column("#wrong", "", 6, cell("wrong")),
+        *spread("ms"),
+    )
 
     def point(self) -> tuple[str, int, str]:
         """See :meth:`TimedRow.point`."""
         return training.IN_PLOTS.get(self.name, "without communication"), self.ranks, "ranks"
-
-
-HEADER = f"""\
-#  ranks     name       step  speed-up  efficiency  communication   memory  #wrong {SPREAD}
-#                       (ms)                   (%)            (%)    (MiB)              (ms)      (ms)      (ms)      (ms)"""  # noqa: E501
 
 
 def run(settings: ScalingSettings) -> Results[ScalingRow]:
@@ -102,7 +100,7 @@ def run(settings: ScalingSettings) -> Results[ScalingRow]:
     gpus = f" on {places} GPUs" if settings.device == "cuda" else ""
     results.begin(
         f"scaling of training steps{gpus}; {results.place}",
-        HEADER,
+        ScalingRow.header(settings.wide),
         f"{settings.parameters / MIB:g}M parameters, {settings.batch} rows per rank",
     )
     base_us = 0.0

@@ -20,7 +20,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,7 +28,7 @@ import pycomm
 from pycomm._training.sharding import ShardGradients
 from pycomm.bench import peers, training, verify
 from pycomm.bench.optimizers import SCHEMES, Scheme
-from pycomm.bench.report import SPREAD, Results, TimedRow
+from pycomm.bench.report import Column, Results, TimedRow, cell, spread
 from pycomm.bench.streams import Mix, Outcome, Task
 from pycomm.bench.training import SETTLING, Trainee, TrainingSettings
 
@@ -75,22 +75,20 @@ class ShardRow(TimedRow):
     floor_percent: float
     wrong: int | None
 
-    def line(self) -> str:
-        """The line of the table."""
-        wrong = "-" if self.wrong is None else self.wrong
-        return (
-            f"{self.scheme:>20} {self.name:>18} {self.parameters:11} {self.time_us / 1e3:9.2f} "
-            f"{self.ratio:10.2f} {self.floor_percent:8.1f} {wrong:>7} {self.spread(1e3)}"
-        )
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("scheme", "", 20, cell("scheme")),
+        Column("name", "", 17, cell("name")),
+        Column("params", "", 9, cell("parameters")),
+        Column("time", "(ms)", 8, cell("time_us", ".2f", 1e3)),
+        Column("whole's", "/ this", 7, cell("ratio", ".2f")),
+        Column("floor", "(%)", 6, cell("floor_percent", ".1f")),
+        Column("#wrong", "", 6, cell("wrong", absent="-")),
+        *spread("ms"),
+    )
 
     def point(self) -> tuple[str, int, str]:
         """See :meth:`TimedRow.point`."""
         return f"{self.scheme} {self.name}", self.parameters, "parameters"
-
-
-HEADER = f"""\
-#             scheme               name  parameters      time  unsharded    floor  #wrong {SPREAD}
-#                                                        (ms)     / this      (%)              (ms)      (ms)      (ms)      (ms)"""  # noqa: E501
 
 
 def run(settings: ShardSettings) -> Results[ShardRow]:
@@ -100,7 +98,7 @@ def run(settings: ShardSettings) -> Results[ShardRow]:
         present = tuple(peer for peer in settings.peers if peer not in absent)
         notes = (f"no {peer}: {reason}" for peer, reason in absent.items())
         results: Results[ShardRow] = training.begin(
-            settings, group, HEADER, *notes, absent_peers=absent
+            settings, group, ShardRow, *notes, absent_peers=absent
         )
         for scheme in settings.schemes:
             for size in settings.sizes:

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ import pycomm
 from pycomm import hooks
 from pycomm._runtime.torch_private import GradBucket
 from pycomm.bench import launch, measure, verify
-from pycomm.bench.report import SPREAD, RankSettings, Results, TimedRow
+from pycomm.bench.report import Column, RankSettings, Results, TimedRow, cell, spread
 
 WIDTH = 1024
 MODES = ("ddp", "wrapper")
@@ -171,11 +171,17 @@ def exchange_nothing(state: object, bucket: GradBucket) -> Future[torch.Tensor]:
 
 
 def begin(
-    settings: TrainingSettings, group: pycomm.Group, header: str, *notes: str, **facts: Any
+    settings: TrainingSettings,
+    group: pycomm.Group,
+    rows: type[TimedRow],
+    *notes: str,
+    **facts: Any,
 ) -> Results[Any]:
     """Prints the lines above the table."""
     results: Results[Any] = Results(settings, ranks=group.size, batch=settings.batch, **facts)
-    results.begin(f"training, {group.size} ranks on {results.place}", header, *notes)
+    results.begin(
+        f"training, {group.size} ranks on {results.place}", rows.header(settings.wide), *notes
+    )
     return results
 
 
@@ -200,23 +206,20 @@ class StepRow(TimedRow):
     speedup: float | None
     wrong: int
 
-    def line(self) -> str:
-        """The line of the table."""
-        speedup = "" if self.speedup is None else f"{self.speedup:.2f}"
-        return (
-            f"{self.name:>8} {self.parameters:11} {self.time_us / 1e3:10.2f} "
-            f"{self.idle_us / 1e3:8.2f} {self.exchange_us / 1e3:10.2f} {speedup:>8} "
-            f"{self.wrong:>7} {self.spread(1e3)}"
-        )
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("name", "", 8, cell("name")),
+        Column("parameters", "", 11, cell("parameters")),
+        Column("step", "(ms)", 10, cell("time_us", ".2f", 1e3)),
+        Column("without", "(ms)", 8, cell("idle_us", ".2f", 1e3)),
+        Column("exchange", "(ms)", 10, cell("exchange_us", ".2f", 1e3)),
+        Column("peer's", "/ this", 8, cell("speedup", ".2f")),
+        Column("#wrong", "", 6, cell("wrong")),
+        *spread("ms", narrow=("p99",)),
+    )
 
     def point(self) -> tuple[str, int, str]:
         """See :meth:`TimedRow.point`."""
         return IN_PLOTS[self.name], self.parameters, "parameters"
-
-
-STEP_HEADER = f"""\
-#   name  parameters       step  without   exchange   peer's  #wrong {SPREAD}
-#                          (ms)     (ms)       (ms)   / this              (ms)      (ms)      (ms)      (ms)"""  # noqa: E501
 
 
 def run_steps(settings: TrainingSettings) -> Results[StepRow]:
@@ -224,7 +227,7 @@ def run_steps(settings: TrainingSettings) -> Results[StepRow]:
     with pycomm.init(timeout=settings.timeout) as group:
         peer, absent = find_peer(settings, group)
         notes = (f"no {name}: {reason}" for name, reason in absent.items())
-        results: Results[StepRow] = begin(settings, group, STEP_HEADER, *notes, absent_peers=absent)
+        results: Results[StepRow] = begin(settings, group, StepRow, *notes, absent_peers=absent)
         names = (*settings.modes, *peer)
         idle, *trainees = (make(name, settings, group) for name in ("idle", *names))
         wrong = [verify.count_wrong_gradients(each.model, idle.model) for each in trainees]
@@ -340,29 +343,30 @@ class OverlapRow(TimedRow):
     call_p50_us: float
     wrong: int
 
-    def line(self) -> str:
-        """The line of the table."""
-        return (
-            f"{self.mode:>9} {self.parameters:11} {self.buckets:8} {self.compute_us / 1e3:10.1f} "
-            f"{self.backward_us / 1e3:10.1f} {self.communication_us / 1e3:14.1f} "
-            f"{self.time_us / 1e3:10.1f} {self.exposed_percent:8.1f} "
-            f"{self.call_mean_us:10.1f} {self.call_p50_us:5.1f} {self.wrong:>7} {self.spread(1e3)}"
-        )
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("mode", "", 9, cell("mode")),
+        Column("parameters", "", 11, cell("parameters"), wide=True),
+        Column("buckets", "", 7, cell("buckets")),
+        Column("compute", "(ms)", 9, cell("compute_us", ".1f", 1e3)),
+        Column("backward", "(ms)", 9, cell("backward_us", ".1f", 1e3)),
+        Column("communication", "(ms)", 13, cell("communication_us", ".1f", 1e3)),
+        Column("step", "(ms)", 9, cell("time_us", ".1f", 1e3)),
+        Column("exposed", "(%)", 7, cell("exposed_percent", ".1f")),
+        Column("hand-over", "mean (us)", 9, cell("call_mean_us", ".1f"), wide=True),
+        Column("hand-over", "p50 (us)", 9, cell("call_p50_us", ".1f"), wide=True),
+        Column("#wrong", "", 6, cell("wrong")),
+        *spread("ms"),
+    )
 
     def point(self) -> tuple[str, int, str]:
         """See :meth:`TimedRow.point`."""
         return IN_PLOTS[self.mode], self.parameters, "parameters"
 
 
-OVERLAP_HEADER = f"""\
-#    mode  parameters  buckets    compute   backward  communication       step  exposed         hand-over  #wrong {SPREAD}
-#                                    (ms)       (ms)           (ms)       (ms)      (%)  mean (us)   p50              (ms)      (ms)      (ms)      (ms)"""  # noqa: E501
-
-
 def run_overlap(settings: TrainingSettings) -> Results[OverlapRow]:
     """Measures every mode in the settings; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
-        results: Results[OverlapRow] = begin(settings, group, OVERLAP_HEADER)
+        results: Results[OverlapRow] = begin(settings, group, OverlapRow)
         for mode in settings.modes:
             results.add([_measure_overlap(mode, settings, group)])
         results.end()

@@ -121,7 +121,7 @@ def test_a_link_must_be_known(tmp_path):
 
 def test_command_line(tmp_path, capsys):
     """Every algorithm with every compression, a choice, and a picture."""
-    picture = tmp_path / "out" / "plot.png"
+    picture = tmp_path / "plot.png"
     cli.main([*GOOD.split(), "--plot", str(picture)])
     out = capsys.readouterr().out
     assert "125M parameters, 16 ranks on 4 nodes, links of 1 Gbit/s" in out

@@ -146,7 +146,7 @@ def test_every_set_runs_is_right_and_reported(tmp_path, capsys):
             base = rows[row["base"]]
             assert row["over"] == pytest.approx(row["time_us"] / base["time_us"], rel=0.01)
     text = capsys.readouterr().out
-    assert session.HEADER in text
+    assert session.KernelRow.header(wide=False) in text
     assert all(name in text for name in rows)
 
 
@@ -172,7 +172,8 @@ def test_wrong_elements_are_told():
     results.add([row])
     assert row.wrong == 3
     assert not results.good()
-    assert "3 WRONG" in row.line()
+    assert "WRONG" in row.line()
+    assert "3 WRONG" in row.line(wide=True)
 
 
 @pytest.mark.usefixtures("pretended")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,7 +37,7 @@ from pycomm.bench.gpu.cases import (
 from pycomm.bench.gpu.machine import gpu, missing
 from pycomm.bench.measure import percentile, summarise
 from pycomm.bench.optimizers import OPTIMIZERS
-from pycomm.bench.report import MIB, SPREAD, Results, Settings, TimedRow
+from pycomm.bench.report import MIB, Column, Results, Settings, TimedRow, cell, spread
 from pycomm.bench.streams import Mix, streams
 
 # The device waits this long (1 ms) before every timed call, so that the host can run ahead.
@@ -93,17 +93,31 @@ class KernelRow(TimedRow):
     peer_ratio: float | None = None
     goals: dict[str, bool] = field(default_factory=dict)
 
-    def line(self) -> str:
-        """The line of the table."""
-        over = "" if self.over is None else f"{self.over:.3f}"
-        peer = "" if self.peer_ratio is None else f"{self.peer_ratio:.2f}"
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("  name", "", -44, cell("name")),
+        Column("data", "(MiB)", 9, cell("data_bytes", ".2f", MIB), wide=True),
+        Column("moved", "(MiB)", 9, cell("bytes", ".2f", MIB), wide=True),
+        Column("time", "(us)", 9, cell("time_us", ".2f")),
+        Column("floor", "(us)", 10, cell("floor_us", ".2f"), wide=True),
+        Column("share", "(%)", 5, lambda row: f"{100 * row.share:.1f}"),
+        Column("p10", "(us)", 9, cell("p10_us", ".2f"), wide=True),
+        *spread(),
+        Column("over", "", 5, cell("over", ".2f")),
+        Column("peer", "/ ours", 6, cell("peer_ratio", ".2f")),
+        Column("goal", "", 6, lambda row: row.verdict()),
+        Column("goals", "", -20, lambda row: row.reached(), wide=True),
+    )
+
+    def verdict(self) -> str:
+        """Whether results are right and goals are reached, in a word."""
+        if self.wrong:
+            return "WRONG"
+        return "" if not self.goals else "yes" if all(self.goals.values()) else "MISSED"
+
+    def reached(self) -> str:
+        """Each goal, and the number of wrong elements."""
         goals = [f"{goal}{'' if reached else ' MISSED'}" for goal, reached in self.goals.items()]
-        goals += [f"{self.wrong} WRONG"] if self.wrong else []
-        return (
-            f"{self.name:40} {self.data_bytes / MIB:9.2f} {self.bytes / MIB:9.2f} "
-            f"{self.time_us:10.2f} {self.floor_us:10.2f} {100 * self.share:7.1f} "
-            f"{self.p10_us:9.2f} {self.spread()} {over:>7} {peer:>12}  {', '.join(goals)}"
-        ).rstrip()
+        return ", ".join([*goals, *([f"{self.wrong} WRONG"] if self.wrong else [])])
 
     def point(self) -> tuple[str, int, str]:
         """See :meth:`TimedRow.point`."""
@@ -204,11 +218,6 @@ def make_rows(
     return rows
 
 
-HEADER = f"""\
-# name                                        data     moved       time      floor   share       p10 {SPREAD}    over  peer / ours  goals
-#                                            (MiB)     (MiB)       (us)       (us)     (%)      (us)      (us)      (us)      (us)      (us)"""  # noqa: E501
-
-
 class KernelResults(Results[KernelRow]):
     """Results with the errors of sets that failed."""
 
@@ -245,7 +254,7 @@ def run(settings: GpuSettings) -> KernelResults | None:
 def measure_sets(settings: GpuSettings, device: str = "cuda") -> KernelResults:
     """Measures the selected sets; one that fails does not keep the others from running."""
     results = KernelResults(settings, gpu=gpu())
-    results.begin(f"kernels on {json.dumps(results.meta['gpu'])}", HEADER)
+    results.begin(f"kernels on {json.dumps(results.meta['gpu'])}", KernelRow.header(settings.wide))
     for name, cases in sets(device):
         if name not in settings.only:
             continue

@@ -188,7 +188,9 @@ def main(argv: list[str] | None = None) -> int:
     """Measures or prints the table, and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m pycomm.bench.gpu.sweep")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--json", metavar="FILE", help="measure, and write results")
+    what.add_argument(
+        "--json", type=report.writable, metavar="FILE", help="measure, and write results"
+    )
     what.add_argument("--choose", metavar="FILE", help="print the table that results suggest")
     parser.add_argument("--write", action="store_true", help=f"rewrite it in {TABLE.name}, too")
     options = parser.parse_args(argv)
