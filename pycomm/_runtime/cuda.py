@@ -436,6 +436,8 @@ _idle_streams: dict[torch.device, torch.cuda.Stream] = {}
 # - otherwise pinned host memory in the group's window, on all ranks.
 
 STAGING_BYTES = 32 << 20  # per rank, at least
+# Processes on one GPU take turns of milliseconds, and meet once per tile: they get larger tiles.
+CROWDED_STAGING_BYTES = 256 << 20
 MESSAGE_BYTES = 8 << 20  # per rank, for pieces of messages
 
 # Variables that torch reads when it makes symmetric memory. Multicast is not used here, and its
@@ -457,6 +459,15 @@ def _staging_bytes(lanes: int, group: Member) -> int:
     """Staging bytes per rank: at least as many as the group has on the CPU (8 slots)."""
     asked = 8 * group._core.slot_bytes
     return max(STAGING_BYTES, asked, _C.cuda_least_staging_bytes(group.size, lanes))
+
+
+def _crowded_staging_bytes(group: Member, device: torch.device, devices: list[int]) -> int:
+    """Staging bytes per rank if processes share a GPU: at most 1/16 of what is free; else 0."""
+    crowd = max(map(devices.count, devices))
+    if crowd == 1:
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return min(CROWDED_STAGING_BYTES, *_gather(group, free // (16 * crowd)))
 
 
 def _run(
@@ -536,7 +547,8 @@ def join_processes(
     devices = _gather(group, _device_id(device))
     crowd = devices.count(devices[group.rank])
     lanes = min(_gather(group, _lanes(max_blocks, device, crowd)))
-    staging = _staging_bytes(lanes, group)
+    usual = _staging_bytes(lanes, group)
+    staging = max(usual, _crowded_staging_bytes(group, device, devices))
     if (wished := max(_gather(group, wish))) > heap_bytes:
         free, _ = torch.cuda.mem_get_info(device)
         heap_bytes = max(heap_bytes, min(wished, *_gather(group, free // (2 * crowd))))
@@ -551,7 +563,8 @@ def join_processes(
             fallback(group, "%d processes share %s: their kernels take turns", crowd, device)
     else:
         transport = "pinned host memory"
-        window_bytes -= heap_bytes
+        staging = usual
+        window_bytes = _C.cuda_window_bytes(group.size, lanes, staging, MESSAGE_BYTES)
         windows, keep = _pinned_windows(group, device, window_bytes)
         fallback(group, "CUDA tensors go through host memory, which is slow: %s", why)
     endpoint = _C.CudaEndpoint(

@@ -9,8 +9,8 @@ table, and a ``run``.
 
 They share the other modules. `measure` times contestants in interleaved rounds, `streams` adds the
 time that memory alone takes, `verify` checks results first, and `report` prints the table and
-writes JSON. `plot` draws tables. `peers` are the other libraries. Collectives also have
-`contestants` and a `floor`.
+writes JSON. `timeline` records when a step computes and exchanges. `plot` draws tables. `peers` are
+the other libraries. Collectives also have `contestants` and a `floor`.
 
 `gpu` times every kernel on a GPU.
 """

@@ -1,4 +1,4 @@
-"""torch.distributed's operations on pycomm and on Gloo: ``python -m pycomm.bench c10d``.
+"""torch.distributed's operations on pycomm, and on Gloo or NCCL: ``python -m pycomm.bench c10d``.
 
 The smallest sizes are also timed on a backend that does nothing, which is the floor of a call
 through torch.distributed. The smallest all-reduce is also timed as a call of ``pycomm.all_reduce``.
@@ -21,6 +21,7 @@ import pycomm
 from pycomm._runtime.torch_private import backend_that_does_nothing
 from pycomm.bench import measure
 from pycomm.bench.report import KIB, MIB, Column, RankSettings, Results, TimedRow, cell, spread
+from pycomm.bench.training import PEERS, absent_peers
 
 SIZES = {
     "all_reduce": (256, MIB, 64 * MIB),
@@ -41,6 +42,7 @@ class C10dSettings(RankSettings):
     """A run, as asked for on the command line; see ``python -m pycomm.bench c10d -h``."""
 
     operations: tuple[str, ...]
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -48,21 +50,23 @@ class C10dRow(TimedRow):
     """One way to run one operation.
 
     Attributes:
-        impl: ``"pycomm"`` and ``"gloo"`` are backends of torch.distributed, as is ``"nothing"``,
-            which does nothing; ``"pycomm.all_reduce"`` is pycomm's own function, and ``"alone"``
-            the training step of a model that is not distributed.
+        impl: ``"pycomm"``, ``"gloo"`` on the CPU and ``"nccl"`` on CUDA are backends of
+            torch.distributed, as is ``"nothing"``, which does nothing; ``"pycomm.all_reduce"`` is
+            pycomm's own function, and ``"alone"`` the training step of a model that is not
+            distributed.
         operation: a method of torch.distributed; ``"ping_pong"`` is two messages, there and back;
             ``"new_group"`` is a group's life with one barrier; ``"ddp"`` and ``"fsdp"`` are a
             forward and backward pass of DistributedDataParallel and ``fully_shard``.
         bytes: of the whole tensor, or of the parameters.
-        speedup: Gloo's time over this one.
+        speedup: the time of Gloo or NCCL over this one; None where it cannot run.
     """
 
     operation: str
     bytes: int
     impl: str
+    device: str
     ranks: int
-    speedup: float
+    speedup: float | None
 
     columns: ClassVar[tuple[Column, ...]] = (
         Column("operation", "", 23, cell("operation")),
@@ -81,10 +85,15 @@ class C10dRow(TimedRow):
 def run(settings: C10dSettings) -> Results[C10dRow]:
     """Measures everything in the settings; rank 0 prints and writes."""
     with pycomm.init(timeout=settings.timeout) as group:
-        groups = {"gloo": dist.new_group(backend="gloo"), "pycomm": dist.group.WORLD}
-        results: Results[C10dRow] = Results(settings)
-        what = f"torch.distributed on {group.size} ranks; {results.place}"
-        results.begin(what, C10dRow.header(settings.wide))
+        absent, groups = absent_peers(settings.device, group.size), {}
+        if not absent:
+            peer = PEERS[settings.device]
+            groups[peer] = dist.new_group(backend=peer)
+        groups["pycomm"] = dist.group.WORLD
+        results: Results[C10dRow] = Results(settings, absent_peers=absent)
+        what = f"torch.distributed on {settings.device}, {group.size} ranks; {results.place}"
+        notes = (f"no {name}: {reason}" for name, reason in absent.items())
+        results.begin(what, C10dRow.header(settings.wide), *notes)
         for operation in settings.operations:
             for nbytes in SIZES[operation]:
                 results.add(_run_case(settings, group, groups, operation, nbytes))
@@ -100,36 +109,40 @@ def _run_case(
     nbytes: int,
 ) -> list[C10dRow]:
     """Times all contestants of a case in the same rounds."""
-    calls = {impl: _call(operation, nbytes, impl, on) for impl, on in groups.items()}
+    device, peer = settings.device, PEERS[settings.device]
+    calls = {impl: _call(operation, nbytes, impl, on, device) for impl, on in groups.items()}
     if operation in ("ddp", "fsdp"):
-        calls["alone"] = _call(operation, nbytes, "alone", None)
+        calls["alone"] = _call(operation, nbytes, "alone", None, device)
     if nbytes == LEAST:
         nothing = dist.new_group(backend=backend_that_does_nothing())
-        calls["nothing"] = _call(operation, nbytes, "nothing", nothing)
+        calls["nothing"] = _call(operation, nbytes, "nothing", nothing, device)
     if operation == "all_reduce" and nbytes == LEAST:
-        tensor = torch.zeros(nbytes // 4)
+        tensor = torch.zeros(nbytes // 4, device=device)
         calls["pycomm.all_reduce"] = lambda: pycomm.all_reduce(tensor, group=group)
-    outcome = measure.compete(group, calls, settings)
+    outcome = measure.compete(group, calls, settings, device)
+    base_us = outcome[peer].time_us if peer in outcome else None
     return [
         C10dRow(
             operation=operation,
             bytes=nbytes,
             impl=impl,
+            device=device,
             ranks=group.size,
-            speedup=round(outcome["gloo"].time_us / figures.time_us, 2),
+            speedup=round(base_us / figures.time_us, 2) if base_us is not None else None,
             **figures.columns(),
         )
         for impl, figures in outcome.items()
     ]
 
 
-def _call(operation: str, nbytes: int, impl: str, group: Any) -> Callable[[], object]:
+def _call(operation: str, nbytes: int, impl: str, group: Any, device: str) -> Callable[[], object]:
     """One operation on tensors of its own."""
     if operation in ("ddp", "fsdp"):
-        return _training_step(operation, nbytes // (4 * _WIDTH**2), group)
-    whole, rank, ranks = torch.zeros(nbytes // 4), dist.get_rank(), dist.get_world_size()
+        return _training_step(operation, nbytes // (4 * _WIDTH**2), group, device)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = torch.zeros(nbytes // 4, device=device)
     other = torch.zeros_like(whole)
-    block = torch.zeros(nbytes // 4 // ranks)
+    block = whole.new_zeros(nbytes // 4 // ranks)
     # Since torch 2.13 under new names; the old ones warn.
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -151,21 +164,21 @@ def _make_and_destroy(backend: str) -> None:
     dist.destroy_process_group(group)
 
 
-def _training_step(wrapper: str, layers: int, group: Any) -> Callable[[], object]:
+def _training_step(wrapper: str, layers: int, group: Any, device: str) -> Callable[[], object]:
     """A forward and backward pass of a model with a million fp32 parameters per layer.
 
     Without a group, the model is not distributed.
     """
     torch.manual_seed(0)
-    parts = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers)]
+    parts = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False, device=device) for _ in range(layers)]
     model: torch.nn.Module = torch.nn.Sequential(*parts)
-    sample = torch.ones(1, _WIDTH)
+    sample = torch.ones(1, _WIDTH, device=device)
     if group is None:
         return lambda: model(sample).sum().backward()
     if wrapper == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
     else:
-        mesh = DeviceMesh.from_group(group, "cpu")
+        mesh = DeviceMesh.from_group(group, device)
         for layer in parts:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -61,7 +61,7 @@ OPTIMIZER = (
     "time fused optimizer steps beside torch's, without ranks; size is 4 bytes per parameter, "
     "however they are stored"
 )
-C10D = "time torch.distributed's operations on the backend pycomm, beside Gloo"
+C10D = "time torch.distributed's operations on the backend pycomm, beside Gloo or NCCL"
 GPU = "time every kernel on a GPU beside a copy and torch, and compare with goals"
 OVERLAP = "time training steps, and say how much of the exchange backward does not hide"
 STEP = "time training steps, pycomm's exchange beside that of DDP alone"
@@ -188,11 +188,23 @@ def _set_sizes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
 def _set_parameters(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     arguments.parameters = arguments.sizes[0]
     if getattr(arguments, "shard", False):
-        if arguments.device != "cpu":
-            parser.error("--device must be cpu with --shard")
+        _set_trainees(parser, arguments)
         arguments.benchmark = "shard"
     elif len(arguments.sizes) > 1:
         parser.error("--parameters must be one number without --shard")
+
+
+def _set_trainees(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Sets the peers of sharded steps: by default all that run on the device."""
+    others = peers.CPU_TRAINEES if arguments.device == "cuda" else ()
+    able = tuple(name for name in peers.TRAINEES if name not in others)
+    for name in arguments.peers or ():
+        if name not in able:
+            parser.error(
+                f"--peer: expected some of {', '.join(able)} with --shard --device "
+                f"{arguments.device}, got {name!r}"
+            )
+    arguments.peers = arguments.peers or able
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -214,6 +226,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_c10d_flags(commands.add_parser("c10d", help=C10D, description=C10D))
     command = commands.add_parser("overlap", help=OVERLAP, description=OVERLAP)
     _add_training_flags(command, parameters=64 * MIB, batch=128)
+    command.add_argument("--device", choices=DEVICES, default="cpu")
     command = commands.add_parser("step", help=STEP, description=STEP)
     _add_training_flags(command, parameters=25 * MIB, batch=8)
     command.add_argument("--device", choices=DEVICES, default="cpu")
@@ -315,9 +328,8 @@ def _add_shard_flags(command: argparse.ArgumentParser) -> None:
     add("--scheme", dest="schemes", type=some_of(SCHEME_NAMES), default=("fp32",),
         metavar="SCHEME",
         help=f"storage: {', '.join(SCHEME_NAMES)}, or `all` (default fp32)")  # fmt: skip
-    add("--peer", dest="peers", type=some_of(peers.TRAINEES), default=peers.TRAINEES,
-        metavar="PEER",
-        help=f"others to time: {', '.join(peers.TRAINEES)} (default all)")  # fmt: skip
+    add("--peer", dest="peers", type=some_of(peers.TRAINEES), metavar="PEER",
+        help=f"{', '.join(peers.TRAINEES)} (default: all that run on the device)")  # fmt: skip
 
 
 def _add_gpu_flags(command: argparse.ArgumentParser) -> None:
@@ -336,6 +348,7 @@ def _add_c10d_flags(command: argparse.ArgumentParser) -> None:
         "--operation", dest="operations", type=some_of(names), default=names, metavar="OPERATION",
         help=f"{', '.join(names)} (default all)",
     )  # fmt: skip
+    command.add_argument("--device", choices=DEVICES, default="cpu")
     _add_rank_flags(command, ITERS_HELP)
 
 

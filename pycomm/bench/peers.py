@@ -306,11 +306,15 @@ def make_optimizer(
     return made
 
 
-TRAINEES = ("ddp", "zero", "fsdp2", "fsdp2_pycomm", "deepspeed_zero1", "deepspeed_zero2")
+CPU_TRAINEES = ("deepspeed_zero1", "deepspeed_zero2")  # over Gloo
+TRAINEES = ("ddp", "zero", "fsdp2", "fsdp2_pycomm", *CPU_TRAINEES)
 
 
-def load_trainee(name: str) -> None:
-    """Imports what one of `TRAINEES` needs; raises ImportError without it."""
+def load_trainee(name: str, device: str) -> None:
+    """Imports what one of `TRAINEES` needs; raises ImportError or AbsentError without it."""
+    ranks = dist.get_world_size()
+    if name == "fsdp2" and (absent := training.absent_peers(device, ranks)):
+        raise AbsentError(*absent.values())
     if name.startswith("deepspeed"):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would search, and warn
         importlib.import_module("deepspeed")
@@ -335,16 +339,19 @@ def make_trainee(
     """
     adam: dict[str, Any] = {"lr": lr, "fused": True}
     if name in ("ddp", "zero"):
-        trainee = training.make("gloo", settings, group, dtype)
+        (backend,), _ = training.find_peer(settings, group)
+        trainee = training.make(backend, settings, group, dtype)
     else:
         module, rows = training.make_module_and_rows(settings, group.rank, dtype)
         if name.startswith("deepspeed"):
             trainee = DeepSpeedTrainee(module, rows, _engine(module, int(name[-1]), settings, adam))
         else:
-            _shard_fully(module, "pycomm" if name == "fsdp2_pycomm" else "gloo")
+            backend = "pycomm" if name == "fsdp2_pycomm" else training.PEERS[settings.device]
+            _shard_fully(module, backend, settings.device)
             trainee = Trainee(module, rows)
     if name == "zero":
         adam |= {"optimizer_class": torch.optim.AdamW, "parameters_as_bucket_view": True}
+        adam["process_group"] = trainee.model.process_group
         trainee.optimizer = ZeroRedundancyOptimizer(trainee.model.parameters(), **adam)
     elif not isinstance(trainee, DeepSpeedTrainee):
         trainee.optimizer = torch.optim.AdamW(trainee.model.parameters(), **adam)
@@ -353,9 +360,9 @@ def make_trainee(
     return trainee
 
 
-def _shard_fully(module: nn.Sequential, backend: str) -> None:
+def _shard_fully(module: nn.Sequential, backend: str, device: str) -> None:
     """Applies FSDP2 to every layer and to the whole."""
-    mesh = DeviceMesh.from_group(dist.new_group(backend=backend), "cpu")
+    mesh = DeviceMesh.from_group(dist.new_group(backend=backend), device)
     for part in (*module, module):
         fully_shard(part, mesh=mesh, reshard_after_forward=False)
 

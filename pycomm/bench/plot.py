@@ -14,6 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from pycomm.bench.contestants import CollectiveRow
 from pycomm.bench.report import MIB, TimedRow, human_bytes
 from pycomm.bench.scaling import ScalingRow
+from pycomm.bench.training import IN_PLOTS, OverlapRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,6 +57,8 @@ def draw(path: str, title: str, rows: Sequence[TimedRow]) -> None:
     labels, sizes = {row.point()[0] for row in rows}, [row.point()[1] for row in rows]
     if collectives := [row for row in rows if isinstance(row, CollectiveRow)]:
         figure = _draw_collectives(collectives)
+    elif overlapped := [row for row in rows if isinstance(row, OverlapRow)]:
+        figure = _draw_timelines(overlapped)
     elif scaled := [row for row in rows if isinstance(row, ScalingRow)]:
         figure = _draw_scaling(scaled)
     elif all(size > 0 for size in sizes) and len(set(sizes)) > 1 and len(labels) < len(rows):
@@ -137,6 +140,31 @@ def _draw_scaling(rows: Sequence[ScalingRow]) -> Figure:
         add_grid(panel)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    return figure
+
+
+def _draw_timelines(rows: Sequence[OverlapRow]) -> Figure:
+    """A panel per mode with two lanes: backward, with its gradients, and the buckets' exchanges."""
+    size = (10, 1.2 + 1.9 * len(rows))
+    figure, panels = plt.subplots(
+        len(rows), figsize=size, sharex=True, squeeze=False, layout="constrained"
+    )
+    for row, panel in zip(rows, panels[:, 0], strict=True):
+        step = row.timeline
+        begin, end = step["backward_ms"]
+        panel.barh("backward", end - begin, left=begin, color=OURS[0], height=0.6)
+        panel.plot(step["gradients_ms"], ["backward"] * len(step["gradients_ms"]), "|k")
+        for number, bucket in enumerate(step["buckets"]):
+            begin, end = bucket["begin_ms"], bucket["end_ms"]
+            colour = OURS[1 + number % (len(OURS) - 1)]
+            panel.barh("exchange", end - begin, left=begin, color=colour, height=0.6)
+            panel.plot(bucket["ready_ms"], "exchange", ">k", markersize=4)
+        panel.axvline(step["end_ms"], color="#666666", linestyle="--")
+        panel.set_title(f"{IN_PLOTS[row.mode]}: {row.exposed_percent:g} % exposed", fontsize=10)
+        panel.invert_yaxis()
+        add_grid(panel)
+    panels[-1, 0].set_xlim(left=0)
+    panels[-1, 0].set_xlabel("ms since the step began; | a gradient, > a bucket is handed over")
     return figure
 
 

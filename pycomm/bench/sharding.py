@@ -20,6 +20,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +35,7 @@ from pycomm.bench.training import SETTLING, Trainee, TrainingSettings
 
 LR = 1e-4
 MAX_NORM = 1.0
+HEAP_BYTES = 64  # of a group's CUDA heap, per parameter, for all modes
 MODES = {"unsharded": None, "optimizer": "optimizer", "gradients": "gradients"}
 BOUNDS = {"": None, " clipped": MAX_NORM}
 
@@ -93,8 +95,10 @@ class ShardRow(TimedRow):
 
 def run(settings: ShardSettings) -> Results[ShardRow]:
     """Measures all schemes and sizes; rank 0 prints and writes."""
-    with pycomm.init(timeout=settings.timeout) as group:
-        _, absent = peers.find(settings.peers, peers.load_trainee)
+    heap = HEAP_BYTES * max(settings.sizes) if settings.device == "cuda" else 0
+    with pycomm.init(timeout=settings.timeout, cuda_heap_bytes=heap) as group:
+        load = partial(peers.load_trainee, device=settings.device)
+        _, absent = peers.find(settings.peers, load)
         present = tuple(peer for peer in settings.peers if peer not in absent)
         notes = (f"no {peer}: {reason}" for peer, reason in absent.items())
         results: Results[ShardRow] = training.begin(
@@ -129,7 +133,7 @@ def _run_case(name: str, settings: ShardSettings, group: pycomm.Group) -> list[S
         if bound is None:
             calls |= {peer: trainee.step for peer, trainee in (others | idle).items()}
         mix = make_mix(scheme, parameters, group.size, clips=bound is not None)
-        outcome = Task(name, mix, calls).compete(settings, group=group)
+        outcome = Task(name, mix, calls).compete(settings, settings.device, group)
         for contestant in wrong.keys() & calls.keys():
             rows[contestant] = ShardRow(
                 scheme=name,

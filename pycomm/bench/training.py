@@ -5,8 +5,9 @@ DDP with a hook that does nothing.
 
 ``overlap`` measures how much of the exchange backward hides. If each rank has one core, an exchange
 through memory takes core time from backward, so nothing can be hidden. The benchmark therefore
-emulates a link, which takes as long as backward and uses no core. The exposed time is the time by
-which a step is longer than its computation.
+emulates a link, which takes as long as backward and uses no core. CUDA tensors are exchanged on a
+stream of their own, without such a link. The exposed time is the time by which a step is longer
+than its computation. A timeline of one step shows when it computed and when it exchanged.
 """
 
 # DistributedDataParallel compares hooks' annotations as objects: they must not become strings.
@@ -14,7 +15,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -26,17 +27,19 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm import hooks
 from pycomm._runtime.torch_private import GradBucket
-from pycomm.bench import launch, measure, verify
+from pycomm.bench import launch, measure, timeline, verify
 from pycomm.bench.report import Column, RankSettings, Results, TimedRow, cell, spread
 
 WIDTH = 1024
 MODES = ("ddp", "wrapper")
 PEERS = {"cpu": "gloo", "cuda": "nccl"}  # of DDP without a hook
+OTHERWISE = "pycomm"  # the backend of DDP without a hook, where there is no NCCL
 IN_PLOTS = {
     "ddp": "DDP, pycomm's hook",
     "wrapper": "pycomm's wrapper",
     "gloo": "DDP on Gloo",
     "nccl": "DDP on NCCL",
+    "pycomm": "DDP on pycomm's backend",
 }
 SETTLING = 3  # steps, after which DDP and the wrapper have their final buckets
 Returned = TypeVar("Returned")
@@ -106,7 +109,8 @@ def make(
 
     Args:
         name: ``"plain"`` has no other ranks; ``"idle"`` is DDP with a hook that does nothing, and
-            one of `PEERS` without a hook; ``"ddp"`` and ``"wrapper"`` are pycomm's.
+            one of `PEERS`, or `OTHERWISE`, without a hook; ``"ddp"`` and ``"wrapper"`` are
+            pycomm's.
         settings: the settings of the run.
         group: the ranks that train.
         dtype: the dtype of parameters and rows.
@@ -121,7 +125,10 @@ def make(
         state.start = timed(state.start, trainee.calls)  # type: ignore[method-assign]
     elif name != "plain":
         trainee.model = ddp = DistributedDataParallel(
-            module, gradient_as_bucket_view=True, bucket_cap_mb=settings.bucket_cap_mb
+            module,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=settings.bucket_cap_mb,
+            process_group=dist.new_group(backend=name) if name == OTHERWISE else None,
         )
         if name == "ddp":
             trainee.state = hooks.AllReduceState(group=group)
@@ -190,8 +197,8 @@ class StepRow(TimedRow):
     """The result of one way to exchange; the times are of a whole step.
 
     Attributes:
-        name: ``"ddp"`` is DDP with pycomm's hook, ``"wrapper"`` pycomm's own, and one of `PEERS`
-            DDP alone on this backend.
+        name: ``"ddp"`` is DDP with pycomm's hook, ``"wrapper"`` pycomm's own; one of `PEERS` and
+            `OTHERWISE` are DDP alone on this backend.
         idle_us: a step of DDP with a hook that does nothing.
         exchange_us: by how much a step takes longer.
         speedup: the time of DDP's exchange without a hook over the time of this one.
@@ -257,11 +264,15 @@ def run_steps(settings: TrainingSettings) -> Results[StepRow]:
 def find_peer(
     settings: TrainingSettings, group: pycomm.Group
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The backend of DDP without a hook if it can exchange here, or else its name and why not."""
-    name = PEERS[settings.device]
-    if name == "nccl" and (reason := launch.without_nccl(group.size)) is not None:
-        return (), {name: reason}
-    return (name,), {}
+    """The backend of DDP without a hook; the name of one that cannot exchange here, and why not."""
+    absent = absent_peers(settings.device, group.size)
+    return (OTHERWISE,) if absent else (PEERS[settings.device],), absent
+
+
+def absent_peers(device: str, ranks: int) -> dict[str, str]:
+    """Why the backend of `PEERS` cannot exchange here, by its name; empty if it can."""
+    reason = launch.without_nccl(ranks) if device == "cuda" else None
+    return {} if reason is None else {PEERS[device]: reason}
 
 
 class EmulatedLink:
@@ -276,6 +287,7 @@ class EmulatedLink:
         self.seconds_per_byte = 0.0
         self.buckets: list[Bucket] = []
         self._state, self._step, self._free = state, state.step, 0.0
+        self._busy: list[tuple[float, float]] = []
         self._start, self._finish = state.start, state.finish
         state.start, state.finish = self._send, self._arrive  # type: ignore[method-assign]
 
@@ -284,6 +296,14 @@ class EmulatedLink:
         for buffer, parameters, begins in tuple(self.buckets):
             self._state.start(buffer, parameters, begins=begins)
         self._state.finish()
+
+    def intervals(self) -> list[tuple[float, float]]:
+        """When the link carried each bucket of the last step, which began to run no later."""
+        ran = self._state.intervals()
+        return [
+            (begin, max(end, done))
+            for (begin, end), (_, _, done) in zip(self._busy, ran, strict=True)
+        ]
 
     def wire_bytes(self, bucket: Bucket) -> int:
         """Bytes that a rank reads from other ranks for a bucket, uncompressed."""
@@ -300,10 +320,12 @@ class EmulatedLink:
         bucket = buffer, parameters, options.get("begins")
         future = self._start(buffer, parameters, *backward, **options)
         if self._state.step != self._step:
-            self._step, self.buckets = self._state.step, []
+            self._step, self.buckets, self._busy = self._state.step, [], []
         self.buckets.append(bucket)
         taken = self.wire_bytes(bucket) * self.seconds_per_byte
-        self._free = max(time.perf_counter(), self._free) + taken
+        begin = max(time.perf_counter(), self._free)
+        self._free = begin + taken
+        self._busy.append((begin, self._free))
         return future
 
     def _arrive(self, backward: int = -1) -> None:
@@ -327,6 +349,7 @@ class OverlapRow(TimedRow):
             the time of the hook.
         call_p50_us: the median of these times.
         wrong: the number of wrong gradients, over all ranks.
+        timeline: a step, as a dict; see :class:`pycomm.bench.timeline.Timeline`.
     """
 
     mode: str
@@ -342,6 +365,7 @@ class OverlapRow(TimedRow):
     call_mean_us: float
     call_p50_us: float
     wrong: int
+    timeline: dict[str, Any]
 
     columns: ClassVar[tuple[Column, ...]] = (
         Column("mode", "", 9, cell("mode")),
@@ -377,13 +401,14 @@ def _measure_overlap(mode: str, settings: TrainingSettings, group: pycomm.Group)
     alone, trainee = (make(name, settings, group) for name in (ALONE[mode], mode))
     assert trainee.state is not None
     wrong = verify.count_wrong_gradients(trainee.model, alone.model)
-    backwards: list[float] = []
-    alone.backward = timed(alone.backward, backwards)  # type: ignore[method-assign]
+    backwards = _note_backwards(alone, settings.device)
     for _ in range(SETTLING):
         alone.step()
     link = EmulatedLink(trainee.state)
     trainee.step()  # tells the link of the buckets
-    link.seconds_per_byte = _slowest(backwards) / trainee.state.stats()["bytes_wire"]
+    if settings.device == "cpu":
+        bytes_wire = trainee.state.stats()["bytes_wire"]
+        link.seconds_per_byte = _slowest(backwards) / bytes_wire
     trainee.calls.clear()
 
     def exchange_alone() -> None:
@@ -392,7 +417,7 @@ def _measure_overlap(mode: str, settings: TrainingSettings, group: pycomm.Group)
         del trainee.calls[counted:]  # only the calls in backward count
 
     calls = {"compute": alone.step, "communication": exchange_alone, "step": trainee.step}
-    compute, communication, step = measure.compete(group, calls, settings).values()
+    compute, communication, step = measure.compete(group, calls, settings, settings.device).values()
     exposed_us = step.time_us - compute.time_us
     return OverlapRow(
         mode=mode,
@@ -408,12 +433,27 @@ def _measure_overlap(mode: str, settings: TrainingSettings, group: pycomm.Group)
         call_mean_us=round(1e6 * statistics.fmean(trainee.calls), 1),
         call_p50_us=round(1e6 * statistics.median(trainee.calls), 1),
         wrong=wrong,
+        timeline=asdict(timeline.record(trainee, link.intervals, settings.device)),
         **step.columns(),
     )
 
 
-def _slowest(seconds: list[float]) -> float:
-    """The slowest rank's median, which is the same on every rank."""
-    median = torch.tensor(statistics.median(seconds))
+def _note_backwards(trainee: Trainee, device: str) -> list[tuple[Any, Any]]:
+    """Notes when each backward begins and ends from now on."""
+    moments: list[tuple[Any, Any]] = []
+    backward = trainee.backward
+
+    def noted(loss: torch.Tensor) -> None:
+        begin = timeline.now(device)
+        backward(loss)
+        moments.append((begin, timeline.now(device)))
+
+    trainee.backward = noted  # type: ignore[method-assign]
+    return moments
+
+
+def _slowest(moments: list[tuple[Any, Any]]) -> float:
+    """The slowest rank's median time, which is the same on every rank."""
+    median = torch.tensor(statistics.median(timeline.seconds(*each) for each in moments))
     dist.all_reduce(median, dist.ReduceOp.MAX)
     return float(median)

@@ -273,7 +273,7 @@ def _count_parameters(
 ) -> int:
     found = torch.zeros((), dtype=torch.int64)
     for one, other in zip(_whole(ours), _whole(theirs), strict=True):
-        found += differ(one, other).sum()
+        found += differ(one, other).sum().cpu()
     dist.all_reduce(found)
     return int(found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import gpu_ranks
+import helpers
 import pytest
 import sweep
 import torch
@@ -309,3 +311,36 @@ def freed_at_once(group: pycomm.Group) -> list[float]:
 def test_memory_that_is_freed_at_once() -> None:
     """The emulated device notices if memory could be used again too early."""
     assert gpu_ranks.run(2, gpu_ranks.PEER, freed_at_once) == [[2], [2]]
+
+
+def count_meetings(group: pycomm.Group) -> tuple[int, float]:
+    """How often ranks meet for the tiles of 80 MiB, and a result of 1 + 2.
+
+    Lanes count signals in the window's first words. A third operation of the same kind changes the
+    others there by at most 2, because announcements have two places.
+    """
+    x = torch.empty(20 << 20, device="cuda")
+    side = group._cuda_side(x.device)
+    window, *_ = side._keep
+    counted = []
+    for _ in range(3):
+        x.fill_(1 + group.rank)
+        pycomm.all_reduce(x, "sum", algorithm="two_shot", group=group)
+        counted.append(window[:4096].view(torch.int32).cpu().long())
+    (value,) = x.unique().tolist()
+    return int((counted[2] - counted[1]).max()), value
+
+
+def meetings_on_one_gpu(rank: int, size: int, store: str) -> tuple[int, float]:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # torch reads it when it first uses a device
+    return gpu_ranks.member(rank, size, store, gpu_ranks.PEER, count_meetings, {})
+
+
+def test_processes_that_share_a_gpu_meet_seldom() -> None:
+    """Each meeting takes as many of the device's time slices as there are other processes."""
+    assert helpers.run_ranks(2, meetings_on_one_gpu) == [(3, 3.0)] * 2  # tiles of 32 MiB
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_processes_with_a_gpu_each_need_little_memory() -> None:
+    assert gpu_ranks.run(2, gpu_ranks.PEER, count_meetings) == [(20, 3.0)] * 2  # of 4 MiB

@@ -264,13 +264,17 @@ def test_percentiles():
     }  # fmt: skip
 
 
-def test_sharded_steps_are_timed_on_the_cpu(monkeypatch, capsys):
+def test_deepspeed_shards_on_the_cpu_alone(monkeypatch, capsys):
     monkeypatch.setattr(cli._C, "has_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert cli.parse(["step", "--device", "cuda"]).device == "cuda"
+    able = ("ddp", "zero", "fsdp2", "fsdp2_pycomm")
+    assert cli.parse(["step", "--shard", "--device", "cuda"]).peers == able
+    assert cli.parse(["step", "--shard"]).peers == peers.TRAINEES
     with pytest.raises(SystemExit):
-        cli.parse(["step", "--shard", "--device", "cuda"])
-    assert "--device must be cpu with --shard" in capsys.readouterr().err
+        cli.parse(["step", "--shard", "--device", "cuda", "--peer", "ddp,deepspeed_zero1"])
+    message = capsys.readouterr().err
+    assert f"expected some of {', '.join(able)} with --shard --device cuda" in message
+    assert "got 'deepspeed_zero1'" in message
 
 
 @pytest.mark.parametrize("iters", [1, 2, 7, 23])

@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 import time
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from helpers import join_world, run_group, run_ranks
 
 from pycomm import hooks
-from pycomm.bench import cli, training, verify
+from pycomm.bench import cli, plot, timeline, training, verify
 from pycomm.bench.training import EmulatedLink
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -191,7 +192,57 @@ def test_benchmarks(tmp_path):
         assert row["bytes"] == 4 * row["parameters"]
         assert row["exposed_us"] == pytest.approx(row["time_us"] - row["compute_us"], abs=0.2)
         assert row["buckets"] > 1
+        check_timeline(row)
     assert rows["step", "gloo"]["speedup"] == 1
+
+
+def check_timeline(row):
+    """The buckets are those of the row, handed over in backward and exchanged one by one."""
+    step, buckets = row["timeline"], row["timeline"]["buckets"]
+    begin, end = step["backward_ms"]
+    assert len(step["gradients_ms"]) == 4 * (row["parameters"] // 2**20)  # per layer
+    assert begin <= min(step["gradients_ms"])
+    assert max(step["gradients_ms"]) == end <= step["end_ms"]
+    assert len(buckets) == row["buckets"]
+    assert sum(bucket["bytes"] for bucket in buckets) == row["bytes"]
+    free = 0
+    for bucket in buckets:
+        assert begin <= bucket["ready_ms"] <= bucket["begin_ms"] <= bucket["end_ms"]
+        assert free <= bucket["begin_ms"]
+        free = bucket["end_ms"]
+    assert free <= step["end_ms"]
+
+
+def test_times_count_from_the_step():
+    """A step from 10 s on; its second exchange waits for the first, and the third does not."""
+    handed = [(8, 10.2), (16, 10.3), (24, 10.8)]
+    ran = [(10.2, 10.5), (10.3, 10.6), (10.9, 11.0)]
+    made = timeline._timeline(10.0, 10.1, [10.2, 10.7, 10.3], handed, ran, 11.1)
+    assert made.backward_ms == pytest.approx((100, 700))
+    assert made.gradients_ms == pytest.approx((200, 700, 300))
+    assert made.end_ms == pytest.approx(1100)
+    assert [each.bytes for each in made.buckets] == [8, 16, 24]
+    assert [each.ready_ms for each in made.buckets] == pytest.approx([200, 300, 800])
+    spans = [time for each in made.buckets for time in (each.begin_ms, each.end_ms)]
+    assert spans == pytest.approx([200, 500, 500, 600, 900, 1000])
+
+
+def test_timelines_are_drawn(tmp_path, monkeypatch):
+    """A panel per mode: a bar for backward, a mark per gradient, and a bar per bucket."""
+    path, drawn = tmp_path / "steps.png", []
+    monkeypatch.setattr(plot, "save", lambda figure, _: drawn.append(figure))
+    times = dict.fromkeys(("time_us", "p50_us", "p95_us", "p99_us", "max_us"), 1.0)
+    others = {each.name: 0 for each in fields(training.OverlapRow)} | times
+    step = asdict(timeline._timeline(0.0, 0.1, [0.2, 0.4], [(8, 0.2)] * 3, [(0.2, 0.3)] * 3, 0.5))
+    rows = [
+        training.OverlapRow(**others | {"mode": mode, "timeline": step}) for mode in training.MODES
+    ]
+    plot.draw(str(path), "steps", rows)
+    assert len(drawn[0].axes) == 2
+    for panel in drawn[0].axes:
+        bars = [(bar.get_x(), bar.get_width()) for bar in panel.patches]
+        assert bars == [pytest.approx(bar) for bar in [(100, 300), (200, 100), (300, 0), (300, 0)]]
+        assert panel.lines[0].get_xdata() == pytest.approx([200, 400])
 
 
 def count_spoilt(group):
