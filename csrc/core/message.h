@@ -21,7 +21,7 @@
 namespace pycomm {
 
 inline constexpr std::uint32_t kMessageMagic = 0x4b4c4350;  // "PCLK" in memory
-inline constexpr std::uint16_t kMessageVersion = 5;
+inline constexpr std::uint16_t kMessageVersion = 6;
 
 enum class MessageKind : std::uint16_t { handshake = 1, farewell = 2, introduction = 3 };
 

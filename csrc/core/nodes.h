@@ -80,6 +80,15 @@ inline bool adds_everywhere(const Operation& operation, const Nodes& nodes, int 
          (nodes.count() - 1) * all.count * size_of(operation.dtype) <= kSentWholeBytes;
 }
 
+// Among more nodes than this, such a stripe travels in rounds (core/algorithms/dissemination.h): the
+// messages to all others would take a node longer than the rounds take to arrive.
+inline constexpr int kMostNodesSentTo = 8;
+inline bool travels_in_rounds(const Operation& operation, const Nodes& nodes, int stripe) {
+  return nodes.count() > kMostNodesSentTo && operation.codec.kind == CodecKind::none &&
+         adds_everywhere(operation, nodes, stripe) &&
+         stripe_of(operation, nodes, stripe, 0, operation.count).count > 0;
+}
+
 // What a ring or a tree of nodes passes on of a stripe, whose operation has so many elements.
 inline RelayTensor relayed(const Operation& operation, const Nodes& nodes, std::int64_t count) {
   const bool plain = operation.codec.kind == CodecKind::none;

@@ -27,7 +27,7 @@ bool InternodeGroup::run(const Operation& operation, const Call& call, void (*in
   if (operation.codec.kind != CodecKind::none) {
     nonfinite = compressed(operation, call);
   } else {
-    if (owns_stripe()) link_->publish();
+    if (owns_stripe()) link_->publish(!disseminates(operation));
     run_plain(operation, call, engine, interrupt);
   }
   if (owns_stripe()) {
@@ -124,11 +124,22 @@ void InternodeGroup::relay_plain(const Operation& operation, std::byte* data) {
   link_->await_announcements();  // if no data was exchanged
 }
 
+// All-reduce of a small stripe among many nodes.
+void InternodeGroup::disseminate_plain(const Operation& operation, std::byte* data) {
+  const Range mine = stripe_of(operation, nodes_, comm_.rank(), 0, operation.count);
+  WholeStripes stripes(*link_, operation, data + mine.begin * size_of(operation.dtype), mine.count,
+                       scratch_.incoming);
+  disseminate(*link_, stripes);
+  stripes.reduce();
+}
+
 void InternodeGroup::all_reduce(const Operation& operation, const Call& call) {
   auto* const data = static_cast<std::byte*>(call.output);
   reduce_to_stripes(operation, operation.count, call.input, data);
   if (relays(operation.algorithm)) {
     relay_plain(operation, data);
+  } else if (disseminates(operation)) {
+    disseminate_plain(operation, data);
   } else {
     exchange_plain(operation, data, true, true);
   }

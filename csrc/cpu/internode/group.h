@@ -5,7 +5,8 @@
 //      type, in which they are sent.
 //   2. Between nodes, all stripes in parallel: two-shot in node order
 //      (core/algorithms/internode.h). AVG divides here, once, by the number of all ranks. A small
-//      stripe is sent whole to all nodes instead. A ring or a double tree, if the caller names it
+//      stripe is sent whole to all nodes instead, among many nodes in rounds
+//      (core/algorithms/dissemination.h). A ring or a double tree, if the caller names it
 //      (core/algorithms/relay.h).
 //   3. Inside each node: all-gather of the stripes.
 //
@@ -105,6 +106,10 @@ class InternodeGroup {
   void exchange_plain(const Operation& operation, std::byte* data, bool reduces, bool gathers,
                       int to = kAllNodes);
   void relay_plain(const Operation& operation, std::byte* data);
+  bool disseminates(const Operation& operation) const {
+    return owns_stripe() && travels_in_rounds(operation, nodes_, comm_.rank());
+  }
+  void disseminate_plain(const Operation& operation, std::byte* data);
   std::int64_t begin_of_blocks(int node, std::int64_t block) const {
     return nodes_.before(node) * block;
   }

@@ -1,6 +1,7 @@
 #include "cpu/internode/link.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "cpu/executor/threads.h"
 #include "cpu/executor/waiting_time.h"
@@ -12,6 +13,8 @@ constexpr Clock::duration kNever = Clock::duration::max();
 constexpr auto kWatchEvery = std::chrono::milliseconds(50);
 // Longer than in shared memory, so that a node with a late rank can report it first.
 constexpr auto kGrace = std::chrono::milliseconds(500);
+// How much longer to wait for a node that may itself wait for another one.
+constexpr auto kGracePerHop = std::chrono::milliseconds(50);
 // So that nodes whose carriers die at the same time see both deaths, and blame the same rank.
 constexpr auto kGraceForOtherDeaths = std::chrono::milliseconds(100);
 // How long to wait for the other nodes' farewells; for nodes that nobody blames, longer: they live,
@@ -98,24 +101,41 @@ void Link::begin_tensor(const Operation& operation, const void* input, void* out
   preflight_ = preflight;
 }
 
-void Link::publish() {
+void Link::publish(bool to_all) {
   Handshake& mine = handshakes_[static_cast<std::size_t>(rank())];
   mine = {header_of(MessageKind::handshake, sender(rank())), local_.called(), local_.ordinal(),
           preflight_};
+  const int before = (rank() - 1 + size()) % size(), next = (rank() + 1) % size();
   Batch batch;
+  announced_.clear();
   for (int m = 0; m < size(); ++m) {
+    if (to_all || m == rank() || m == next) announced_.push_back(m);
     if (m == rank()) continue;
     Handshake& theirs = handshakes_[static_cast<std::size_t>(m)];
     theirs = {};  // so that an earlier message cannot complete a short one
-    batch.sends.push_back({m, reinterpret_cast<std::byte*>(&mine), sizeof(Handshake)});
-    batch.receives.push_back({m, reinterpret_cast<std::byte*>(&theirs), sizeof(Handshake)});
+    if (to_all || m == before) {
+      batch.sends.push_back({m, reinterpret_cast<std::byte*>(&mine), sizeof(Handshake)});
+    }
+    if (to_all || m == next) {
+      batch.receives.push_back({m, reinterpret_cast<std::byte*>(&theirs), sizeof(Handshake)});
+    }
   }
   handshake_batch_ = post(batch);
   handshake_operation_ = local_.ordinal();
 }
 
+void Link::write_handshake(std::byte* to) const {
+  std::memcpy(to, &handshakes_[static_cast<std::size_t>(rank())], sizeof(Handshake));
+}
+
+void Link::read_handshake(int node, const std::byte* from) {
+  std::memcpy(&handshakes_[static_cast<std::size_t>(node)], from, sizeof(Handshake));
+  if (node == 0) announced_.clear();
+  announced_.push_back(node);
+}
+
 void Link::check_announcements() {
-  for (int m = 0; m < size(); ++m) {
+  for (const int m : announced_) {
     Handshake& handshake = handshakes_[static_cast<std::size_t>(m)];
     try {
       handshake = parse_handshake(std::as_bytes(std::span(&handshake, 1)), sender(m));
@@ -123,15 +143,16 @@ void Link::check_announcements() {
       blame(m, error.what());
     }
   }
-  preflight_ = handshakes_[0].preflight;
-  const Handshake& first = handshakes_[0];
-  for (int m = 1; m < size(); ++m) {
+  const int least = announced_.front();
+  const Handshake& first = handshakes_[static_cast<std::size_t>(least)];
+  preflight_ = first.preflight;
+  for (const int m : announced_) {
     const Handshake& other = handshakes_[static_cast<std::size_t>(m)];
     preflight_ = preflight_ | other.preflight;
     if (other.operation == first.operation && other.sequence == first.sequence) continue;
     local_.abort(abort_word(Reason::mismatch, number(m)));
-    throw mismatch(number(0), first.operation, number(m), other.operation, local_.pid_of(number(m)),
-                   local_.ordinal());
+    throw mismatch(number(least), first.operation, number(m), other.operation,
+                   local_.pid_of(number(m)), local_.ordinal());
   }
 }
 
@@ -144,14 +165,14 @@ std::int64_t Link::post(const Batch& batch) {
 }
 
 // The timeout starts anew for each batch, because a slow link makes progress.
-void Link::wait(std::int64_t batch) {
+void Link::wait(std::int64_t batch, int hops) {
   for (; waited_ < batch; ++waited_) {
     WaitingTime waited;
     Clock::duration lost_since = kNever;
     while (!transport_->wait(waited_ + 1, kLook)) {
       local_.beat();
       waits_for_ = transport_->awaited();
-      look_for_failure(waited_ + 1 == handshake_batch_, waited.until(Clock::now()), lost_since);
+      look_for_failure(waited_ + 1, hops, waited.until(Clock::now()), lost_since);
       if (interrupt_ != nullptr) interrupt_();
     }
     if (waited_ + 1 == handshake_batch_) check_announcements();
@@ -159,15 +180,16 @@ void Link::wait(std::int64_t batch) {
   waits_for_ = -1;
 }
 
-void Link::look_for_failure(bool handshake, Clock::duration waited, Clock::duration& lost_since) {
+void Link::look_for_failure(std::int64_t batch, int hops, Clock::duration waited,
+                            Clock::duration& lost_since) {
   local_.check_aborted();
-  const int lost = find_lost(handshake);
+  const int lost = find_lost(batch == handshake_batch_);
   lost_since = lost < 0 ? kNever : std::min(lost_since, waited);
   // What the node sent before it was lost may still be on its way through this process.
   const auto grace = lost >= 0 && transport_->died(lost) ? kGraceForOtherDeaths : kGrace;
   if (lost >= 0 && waited - lost_since > grace) {
     local_.abort(abort_word(Reason::peer_died, number(lost)));
-  } else if (waited > timeout_ + kGrace) {
+  } else if (waited > timeout_ + kGrace + hops * kGracePerHop) {
     local_.abort(timeout_word(number(awaited()), local_.number(local_.rank()),
                               std::chrono::duration<double>(waited).count()));
   }
@@ -175,9 +197,8 @@ void Link::look_for_failure(bool handshake, Clock::duration waited, Clock::durat
 }
 
 // Returns a node that is lost although something from it is missing, or -1. Before the handshakes
-// have arrived, that is any lost node. If it left because it has completed the operation, it has
-// exchanged handshakes with all nodes, so those that are missing here are on their way and arrive
-// in time.
+// have arrived, that is any lost node. If it left because it has completed the operation, it has the
+// handshakes of all nodes, so those that are missing here are on their way and arrive in time.
 int Link::find_lost(bool handshake) const {
   for (int m = 0; m < size(); ++m) {
     if (m != rank() && (handshake || m == awaited()) && transport_->lost(m)) return m;

@@ -6,6 +6,12 @@
 // the deadline, and whether nodes are gone. It also shows the other ranks of its node that it is
 // waiting, so that they do not time out. A failure becomes the node's abort word, which the
 // transport passes on to the other nodes.
+//
+// A stripe that travels in rounds (core/algorithms/dissemination.h) has the handshakes of all nodes
+// with it. Before it, a node gets one handshake, that of the next node. If not all nodes have called
+// the same operation, going round the nodes, some node differs from the next one. Among nodes of which
+// only some send their handshakes to all, one that does not differs from the next one, which does. So
+// some node finds the difference at once, whoever else waits for what, and its farewell ends all waits.
 #pragma once
 
 #include <cstdlib>
@@ -66,10 +72,17 @@ class Link {
                     Preflight preflight);
   // Exchanges handshakes with the other nodes.
   void announce() {
-    publish();
+    publish(true);
     await_announcements();
   }
-  void publish();
+  // Sends the handshake to all nodes, or only to the one before this one.
+  void publish(bool to_all);
+  // Handshakes that travel in rounds. write_handshake() writes this node's. read_handshake() reads those
+  // of all nodes, in node order; check_announcements() then compares them.
+  static constexpr std::int64_t kHandshakeBytes = sizeof(Handshake);
+  void write_handshake(std::byte* to) const;
+  void read_handshake(int node, const std::byte* from);
+  void check_announcements();
   // Every wait for a later batch includes this.
   void await_announcements() { wait(handshake_batch_); }
   // The preflight of all nodes; valid after await_announcements().
@@ -107,8 +120,10 @@ class Link {
 
   // post() starts a batch and returns its number, from 1. wait() returns when that batch has
   // completed.
+  // What the batch brings may have waited for others in turn, over so many nodes. This node then gives
+  // up later than they do, who know better which node is missing.
   std::int64_t post(const Batch& batch);
-  void wait(std::int64_t batch);
+  void wait(std::int64_t batch, int hops = 0);
 
   // Tells the other nodes if this one has been aborted.
   void tell();
@@ -125,14 +140,14 @@ class Link {
  private:
   int number(int node) const { return nodes_.rank(node, stripe()); }
   Sender sender(int node) const { return {transport_->secret(), node}; }
-  void check_announcements();
   std::set<int> others() const;
   std::set<int> blameless();
   std::uint64_t least_word();
   void hear(int node, std::span<const std::byte> farewell);
   void watch();
   void look_before_handshake(Clock::duration waited, Clock::duration& lost_since);
-  void look_for_failure(bool handshake, Clock::duration waited, Clock::duration& lost_since);
+  void look_for_failure(std::int64_t batch, int hops, Clock::duration waited,
+                        Clock::duration& lost_since);
   int find_lost(bool handshake) const;
   int awaited() const;
 
@@ -146,7 +161,8 @@ class Link {
   void (*interrupt_)() = nullptr;
   // One per node; those of other nodes are unchecked bytes until await_announcements().
   std::vector<Handshake> handshakes_;
-  std::int64_t handshake_batch_ = 0;                // the batch of the last handshake
+  std::vector<int> announced_;        // nodes whose handshakes are there, and this one
+  std::int64_t handshake_batch_ = 0;  // the batch of the last handshake
   std::atomic<std::uint32_t> handshake_operation_;  // and the operation's number
   Preflight preflight_;
   std::vector<Scratch> areas_;

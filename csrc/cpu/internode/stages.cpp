@@ -66,6 +66,44 @@ Batch PlainStages::reduced(std::int64_t t) const {
   return batch;
 }
 
+WholeStripes::WholeStripes(Link& link, const Operation& operation, std::byte* stripe,
+                           std::int64_t count, Scratch& scratch)
+    : link_(link),
+      stripe_(stripe),
+      count_(count),
+      element_size_(size_of(operation.dtype)),
+      bytes_(count * element_size_),
+      loop_(reduce_loop(operation.dtype, operation.op, true)),
+      blocks_(scratch.bytes(link.size() * (Link::kHandshakeBytes + bytes_))) {
+  link.write_handshake(block(0));
+  copy({contribution(0), false}, stripe, bytes_);
+}
+
+Batch WholeStripes::transfers(int held) const {
+  Batch batch;
+  for (int i = 1; i < kRadix; ++i) {
+    const BlockMessage message = message_at(i, held, link_.rank(), link_.size());
+    if (message.blocks == 0) break;
+    const std::int64_t bytes = message.blocks * (Link::kHandshakeBytes + bytes_);
+    batch.sends.push_back({message.to, block(0), bytes});
+    batch.receives.push_back({message.from, block(message.received), bytes});
+  }
+  return batch;
+}
+
+void WholeStripes::reduce() {
+  std::vector<const void*> contributions;
+  for (int m = 0; m < link_.size(); ++m) {
+    const int i = (m - link_.rank() + link_.size()) % link_.size();
+    link_.read_handshake(m, block(i));
+    contributions.push_back(contribution(i));
+  }
+  link_.check_announcements();
+  const Target here{stripe_, false};
+  cpu::reduce(loop_, &here, 1, contributions.data(), link_.size(), count_, element_size_,
+              link_.contributors());
+}
+
 TileRanges tile_ranges_of(const Operation& operation, const StripeInterleave& interleave,
                           int nodes) {
   TileRanges tile_ranges{interleave.length * interleave.stripes, first_element(operation),

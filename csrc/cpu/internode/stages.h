@@ -1,9 +1,11 @@
 // The stages of an exchange (core/algorithms/internode.h) on one link: for plain tensors, for
-// encoded blocks, and for top-k lists.
+// encoded blocks, and for top-k lists. Also the blocks of small plain tensors among many nodes
+// (core/algorithms/dissemination.h).
 #pragma once
 
 #include <algorithm>
 
+#include "core/algorithms/dissemination.h"
 #include "core/algorithms/internode.h"
 #include "core/algorithms/stripes.h"
 #include "cpu/codecs/coded_comm.h"
@@ -83,6 +85,30 @@ class PlainStages {
   const ReduceLoop loop_;
   std::byte* incoming_;
   std::vector<const void*> sources_;
+};
+
+// A small plain stripe and the handshakes of all nodes, which travel in rounds. A block has a node's
+// handshake and then its contribution.
+class WholeStripes {
+ public:
+  // `stripe` has so many elements of this node's contribution, and gets the sums.
+  WholeStripes(Link& link, const Operation& operation, std::byte* stripe, std::int64_t count,
+               Scratch& scratch);
+
+  Batch transfers(int held) const;
+  // Compares the handshakes and adds the contributions, in node order.
+  void reduce();
+
+ private:
+  // Block i is that of node rank + i.
+  std::byte* block(int i) const { return blocks_ + i * (Link::kHandshakeBytes + bytes_); }
+  std::byte* contribution(int i) const { return block(i) + Link::kHandshakeBytes; }
+
+  Link& link_;
+  std::byte* const stripe_;
+  const std::int64_t count_, element_size_, bytes_;
+  const ReduceLoop loop_;
+  std::byte* const blocks_;
 };
 
 // The tiles of an exchange. For block codecs, a tile has as many periods as make a transfer

@@ -17,22 +17,28 @@ void Link::begin_tensor(const Operation& operation, const void* input, void* out
   preflight_ = preflight;
 }
 
-void Link::publish() {
+void Link::publish(bool to_all) {
   Handshake& mine = handshakes_[static_cast<std::size_t>(rank())];
   mine = {local_.called(), preflight_};
+  const int before = (rank() - 1 + size()) % size(), next = (rank() + 1) % size();
   Batch batch;
+  announced_.clear();
   for (int m = 0; m < size(); ++m) {
+    if (to_all || m == rank() || m == next) announced_.push_back(m);
     if (m == rank()) continue;
     auto* const theirs = reinterpret_cast<std::byte*>(&handshakes_[static_cast<std::size_t>(m)]);
-    batch.sends.push_back({m, reinterpret_cast<std::byte*>(&mine), sizeof(Handshake)});
-    batch.receives.push_back({m, theirs, sizeof(Handshake)});
+    if (to_all || m == before) {
+      batch.sends.push_back({m, reinterpret_cast<std::byte*>(&mine), sizeof(Handshake)});
+    }
+    if (to_all || m == next) batch.receives.push_back({m, theirs, sizeof(Handshake)});
   }
   handshake_batch_ = post(batch);
 }
 
 void Link::check_announcements() {
-  preflight_ = handshakes_[0].preflight;
-  for (const Handshake& handshake : handshakes_) {
+  preflight_ = kNeutralPreflight;
+  for (const int m : announced_) {
+    const Handshake& handshake = handshakes_[static_cast<std::size_t>(m)];
     if (!(handshake.operation == local_.called())) throw Violation("nodes do not mean the same");
     preflight_ = preflight_ | handshake.preflight;
   }
@@ -77,7 +83,7 @@ std::int64_t Link::post(const Batch& batch) {
   return posted_;
 }
 
-void Link::wait(std::int64_t batch) {
+void Link::wait(std::int64_t batch, int) {
   for (; waited_ < batch; ++waited_) {
     local_.count_wait();
     Thread& carrier = this->carrier(waited_ + 1);

@@ -29,6 +29,8 @@ add_mutant(sharded_step_tells_too_late_that_it_updates algorithms/sharded_step.h
   comm.update();" "comm.update();
   comm.signal(kUpdating);")
 add_node_mutant(exchange_adds_what_has_not_come core/algorithms/internode.h "link.wait(staged[t % kTilesUnderWay]);" "")
+add_node_mutant(rounds_send_what_has_not_come core/algorithms/dissemination.h
+  "link.wait(link.post(blocks.transfers(held)), hops++);" "link.post(blocks.transfers(held));")
 add_node_mutant(relay_adds_what_has_not_come core/algorithms/relay.h "if (i >= 0) link.wait(batch);" "")
 add_node_mutant(relay_returns_while_it_sends core/algorithms/relay.h "link.wait(last);" "")
 
@@ -90,6 +92,8 @@ add_epoch_mutant(epochs_begin_with_1 operation.h "sequence + 1 == 0 ? 2" "sequen
 add_node_mutant(stripes_share_a_slot core/algorithms/stripes.h "owner * piece(), rest" "0, rest")
 add_node_mutant(plain_transfers_share_a_place cpu/internode/stages.h
   "t % kTilesUnderWay * link_.size() + node" "node")
+add_node_mutant(rounds_overwrite_a_block cpu/internode/stages.cpp "block(message.received)" "block(message.received - 1)")
+add_node_mutant(rounds_add_in_another_order cpu/internode/stages.cpp "(m - link_.rank() + link_.size())" "(m + link_.size())")
 add_node_mutant(encoded_transfers_share_a_place cpu/internode/stages.cpp "(t % kTilesUnderWay * kUses + " "(")
 add_node_mutant(contribution_is_a_result cpu/internode/stages.cpp "area(t, Use::incoming, m), begin"
   "area(t, Use::result, m), begin")

@@ -202,6 +202,26 @@ void between_nodes(const World::Nodes& nodes) {
   for (int i = 0; i < 3; ++i) World(nodes, kCoded).run(steps_between_nodes(ranks, random));
 }
 
+// Small stripes that travel in rounds, and other operations between them.
+std::vector<Step> small_steps(int ranks) {
+  std::vector<Step> steps;
+  for (const std::int64_t count : {1, 33, 500, 0, 500}) {
+    steps.push_back({{Collective::all_reduce, Algorithm::two_shot, DType::f32, ReduceOp::sum, 0}});
+    steps.back().operation.count = count;
+    steps.back().in_place = count == 33;
+  }
+  steps.push_back(
+      {{Collective::reduce_scatter, Algorithm::two_shot, DType::f32, ReduceOp::sum, ranks - 1, 9}});
+  steps.back().in_place = false;
+  steps.push_back(steps.front());
+  return steps;
+}
+void small_among_many(const World::Nodes& nodes, int ranks) {
+  for (unsigned seed = 0; seed < 5; ++seed) {
+    World(nodes, kSmall, seed).run(small_steps(ranks));
+  }
+}
+
 // Consecutive operations that use each other's tensors in place.
 std::vector<Step> zero_copy_steps(int ranks, const std::vector<Algorithm>& algorithms,
                                   const std::vector<Collective>& others = {}) {
@@ -311,6 +331,16 @@ int main() {
                                                              {{0, 1}, {2, 3}, {4, 5}},
                                                              {{0}, {1}, {2}, {3}}}) {
     tests.push_back({"between nodes", [=] { between_nodes(nodes); }});
+  }
+  for (const int n : {9, 16, 17}) {
+    World::Nodes nodes;
+    for (int r = 0; r < n; ++r) nodes.push_back({r});
+    tests.push_back({"small stripes among many nodes", [=] { small_among_many(nodes, n); }});
+    nodes.front().push_back(n);
+    tests.push_back({"and of a node of two", [=] { small_among_many(nodes, n + 1); }});
+    Scene scene{nodes, kSmall, small_steps(n + 1)};
+    scene.steps.resize(2);
+    if (n == 9) tests.push_back({"a failure among many nodes", [=] { failures(scene, 3); }});
   }
   for (int n = 2; n <= 9; ++n) {
     tests.push_back({"plain operations", [=] { plain(n, kSmall); }});

@@ -7,6 +7,7 @@ namespace {
 
 // More batches than are ever in flight.
 constexpr int kCarriers = kStepsAhead + 2;
+constexpr int kFewCarriers = 5;  // for many nodes, which have no relays here
 constexpr Unit kResidual{4};
 // The operation of a tensor's content before any operation has written it.
 constexpr int kNoOperation = -1;
@@ -78,7 +79,8 @@ void World::add_links(const Nodes& ranks) {
       std::shared_ptr<cpu::Transport> transport;
       if (i < nodes.stripes()) {
         std::vector<Thread*> carriers;
-        for (int c = 0; c < kCarriers; ++c)
+        const int links = nodes.count() > kMostNodesSentTo ? kFewCarriers : kCarriers;
+        for (int c = 0; c < links; ++c)
           carriers.push_back(add_thread(r, mine.thread->name + "'s link"));
         transport = std::make_shared<cpu::Transport>(*networks_[static_cast<std::size_t>(i)],
                                                      std::move(carriers));

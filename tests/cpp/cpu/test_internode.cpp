@@ -59,6 +59,16 @@ void sums(const std::vector<int>& ranks_per_node, Algorithm algorithm) {
   });
 }
 
+// Among many nodes, small stripes travel in rounds.
+void sums_among_many() {
+  for (const int nodes : {9, 16, 17}) {
+    std::vector<int> ranks_per_node(static_cast<std::size_t>(nodes), 1);
+    sums(ranks_per_node, Algorithm::automatic);
+    ranks_per_node[1] = 2;
+    sums(ranks_per_node, Algorithm::automatic);
+  }
+}
+
 void halves(const std::vector<int>& ranks_per_node) {
   World world(ranks_per_node);
   const std::int64_t block = 70001;
@@ -215,6 +225,7 @@ int main() {
   };
   return run_all({
       {"sums", everywhere([](const auto& nodes) { sums(nodes, Algorithm::automatic); })},
+      {"sums among many nodes", sums_among_many},
       {"sums by ring", everywhere([](const auto& nodes) { sums(nodes, Algorithm::ring); })},
       {"sums by tree", everywhere([](const auto& nodes) { sums(nodes, Algorithm::tree); })},
       {"reduce-scatter and all-gather", everywhere(halves)},

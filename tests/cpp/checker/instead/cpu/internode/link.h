@@ -81,10 +81,15 @@ class Link {
   void begin_tensor(const Operation& operation, const void* input, void* output,
                     Preflight preflight);
   void announce() {
-    publish();
+    publish(true);
     await_announcements();
   }
-  void publish();
+  void publish(bool to_all);
+  // Handshakes that travel in rounds are empty: only the first one of a node says something.
+  static constexpr std::int64_t kHandshakeBytes = 0;
+  void write_handshake(std::byte*) const {}
+  void read_handshake(int, const std::byte*) {}
+  void check_announcements();
   void await_announcements() { wait(handshake_batch_); }
   const Preflight& preflight() const { return preflight_; }
 
@@ -106,7 +111,7 @@ class Link {
   void describe(NodeState&) {}
 
   std::int64_t post(const Batch& batch);
-  void wait(std::int64_t batch);
+  void wait(std::int64_t batch, int hops = 0);
 
   LinkTraffic traffic() const { return {}; }
   // tell() passes an abort of this node on to the others. stop() does the same and then returns
@@ -134,7 +139,6 @@ class Link {
     Operation operation;
     Preflight preflight;
   };
-  void check_announcements();
   Network& network() const { return transport_->network; }
   checker::Thread& carrier(std::int64_t batch) const {
     return *transport_->carriers[static_cast<std::size_t>(batch) % transport_->carriers.size()];
@@ -149,6 +153,7 @@ class Link {
   std::byte* input_ = nullptr;
   std::byte* output_ = nullptr;
   std::vector<Handshake> handshakes_;
+  std::vector<int> announced_;
   std::int64_t handshake_batch_ = 0;
   Preflight preflight_;
   std::vector<Scratch> areas_;
