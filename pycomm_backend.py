@@ -21,7 +21,7 @@ def register() -> None:
         warnings.warn(f"torch.distributed has no backend pycomm: {error!r}", stacklevel=2)
 
 
-def _create(options: Any, _: object) -> Any:
+def _create(options: Any, given: object) -> Any:
     from pycomm.backend import create
 
-    return create(options)
+    return create(options, given)

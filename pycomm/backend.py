@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 import pycomm_backend
-from pycomm._inputs import seconds
+from pycomm._inputs import CODED_ALGORITHMS, check_choice, seconds
 from pycomm._runtime import c10d, internode, log
 from pycomm._runtime.failure_detector import monitored_barrier
 from pycomm._runtime.lifetime import Nodes
@@ -54,13 +54,33 @@ _FAREWELL = 0.5  # seconds for running operations when their group is destroyed
 pycomm_backend.register()
 
 
-def create(options: Any) -> Any:
+def options(*, algorithm: str = "auto") -> Any:
+    """The backend's options, for ``pg_options=`` of torch.distributed's functions.
+
+    .. code-block:: python
+
+        dist.init_process_group("pycomm", pg_options=pycomm.backend.options(algorithm="ring"))
+
+    Args:
+        algorithm: the algorithm of the group's all-reduces: ``"auto"``, ``"two_shot"``, ``"ring"``
+            or ``"tree"``. All ranks must name the same one.
+
+    Raises:
+        ValueError: there is no such algorithm.
+    """
+    check_choice("algorithm", algorithm, CODED_ALGORITHMS)
+    return _c10d().Options(algorithm)
+
+
+def create(options: Any, given: object = None) -> Any:
     """The backend of one group of torch.distributed, which calls this function.
 
     Args:
         options: torch's ``DistributedBackendOptions``.
+        given: the caller's ``pg_options``.
     """
     module = _c10d()  # first: it may have to be compiled
+    algorithm = given.algorithm if isinstance(given, module.Options) else "auto"
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     try:
         seconds(timeout, 0.0)
@@ -75,7 +95,7 @@ def create(options: Any) -> Any:
     else:
         ranks.meet()
         ranks.serve_others()
-    return module.Backend(rank, size, timeout, ranks)
+    return module.Backend(rank, size, timeout, algorithm, ranks)
 
 
 @functools.cache

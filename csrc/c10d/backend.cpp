@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "c10d/arguments.h"
+#include "core/algorithms/relay.h"
 
 namespace py = pybind11;
 
@@ -37,9 +38,10 @@ Tensors Backend::on_root(const TensorLists& lists, std::int64_t root, const char
   return {};
 }
 
-Backend::Backend(int rank, int size, Milliseconds timeout, py::object ranks)
+Backend::Backend(int rank, int size, Milliseconds timeout, Algorithm algorithm, py::object ranks)
     : ::c10d::Backend(rank, size),
       timeout_(timeout),
+      algorithm_(algorithm),
       connection_(std::make_shared<Connection>(rank, ranks.attr("connect"))),
       ranks_(std::move(ranks)) {
   check_timeout(timeout);
@@ -122,6 +124,14 @@ void Backend::tell_staged(const char* title) {
   return nccl_->get();
 }
 
+::c10d::Backend* Backend::nccl_for_sums(c10::Device device) {
+  auto* const nccl = this->nccl(device);
+  check_argument(nccl == nullptr || !relays(algorithm_),
+                 "algorithm must be auto or two_shot for CUDA tensors over NCCL, got ",
+                 name_of(algorithm_));
+  return nccl;
+}
+
 Backend::WorkPtr Backend::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) {
   const c10::Device device = device_of(tensors);
   if (auto* const nccl = this->nccl(device)) return nccl->broadcast(tensors, options);
@@ -134,9 +144,9 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const ::c10d::AllreduceOpt
   const at::Tensor& tensor = only(tensors, "all_reduce");
   if (tensor.is_sparse()) return allreduce_sparse(tensors, options);
   const c10::Device device = device_of(tensors);
-  if (auto* const nccl = this->nccl(device)) return nccl->allreduce(tensors, options);
+  if (auto* const nccl = nccl_for_sums(device)) return nccl->allreduce(tensors, options);
   Request made = request(OpType::ALLREDUCE, "pycomm:all_reduce", options.timeout, device);
-  made.all_reduce(tensor, options.reduceOp);
+  made.all_reduce(tensor, options.reduceOp, algorithm_);
   return launch(std::move(made), options.asyncOp);
 }
 
@@ -151,10 +161,10 @@ Backend::WorkPtr Backend::allreduce_sparse(Tensors& tensors,
 Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
                                               const ::c10d::AllreduceCoalescedOptions& options) {
   const c10::Device device = device_of(tensors);
-  if (auto* const nccl = this->nccl(device)) return nccl->allreduce_coalesced(tensors, options);
+  if (auto* const nccl = nccl_for_sums(device)) return nccl->allreduce_coalesced(tensors, options);
   Request made =
       request(OpType::ALLREDUCE_COALESCED, "pycomm:all_reduce_coalesced", options.timeout, device);
-  for (const at::Tensor& tensor : tensors) made.all_reduce(tensor, options.reduceOp);
+  for (const at::Tensor& tensor : tensors) made.all_reduce(tensor, options.reduceOp, algorithm_);
   return launch(std::move(made), options.asyncOp);
 }
 
@@ -334,7 +344,14 @@ void Backend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool wait_
 }
 
 c10::intrusive_ptr<::c10d::Backend::Options> Backend::getBackendOptions() {
-  return c10::make_intrusive<BackendOptions>("pycomm", timeout_.load());
+  auto options = c10::make_intrusive<BackendOptions>("pycomm", timeout_.load());
+  options->algorithm = algorithm_;
+  return options;
+}
+
+Algorithm Backend::algorithm_of(const c10::intrusive_ptr<::c10d::Backend::Options>& options) const {
+  const auto* const given = dynamic_cast<const BackendOptions*>(options.get());
+  return given == nullptr ? algorithm_ : given->algorithm;
 }
 
 template <class Make>
@@ -359,7 +376,8 @@ c10::intrusive_ptr<::c10d::Backend> Backend::split(
   return made_once(options->group_name, [&] {
     py::object made =
         ranks_.attr("split")(ranks, rank, seconds_of(options->timeout), options->group_name);
-    return c10::make_intrusive<Backend>(rank, size, options->timeout, std::move(made));
+    return c10::make_intrusive<Backend>(rank, size, options->timeout, algorithm_of(options),
+                                        std::move(made));
   });
 }
 
@@ -370,7 +388,8 @@ c10::intrusive_ptr<::c10d::Backend> Backend::merge(
   return made_once(options->group_name, [&] {
     py::object made =
         ranks_.attr("merge")(store, rank, size, seconds_of(options->timeout), options->group_name);
-    return c10::make_intrusive<Backend>(rank, size, options->timeout, std::move(made));
+    return c10::make_intrusive<Backend>(rank, size, options->timeout, algorithm_of(options),
+                                        std::move(made));
   });
 }
 
@@ -382,7 +401,7 @@ c10::intrusive_ptr<::c10d::Backend> Backend::shrink(
   const py::gil_scoped_acquire gil;
   py::object made = ranks_.attr("shrink")(excluded, seconds_of(timeout));
   const auto rank = made.attr("rank").cast<int>(), size = made.attr("size").cast<int>();
-  return c10::make_intrusive<Backend>(rank, size, timeout, std::move(made));
+  return c10::make_intrusive<Backend>(rank, size, timeout, algorithm_of(options), std::move(made));
 }
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE

@@ -26,6 +26,8 @@ using TensorLists = std::vector<Tensors>;
 // As torch's, but copies can be made in Python, where torch.distributed.split_group() makes one.
 struct BackendOptions final : ::c10d::Backend::Options {
   using ::c10d::Backend::Options::Options;
+
+  Algorithm algorithm = Algorithm::automatic;  // of all-reduces
 };
 
 class Backend final : public ::c10d::Backend {
@@ -33,7 +35,7 @@ class Backend final : public ::c10d::Backend {
   using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 
   // `ranks` connects the group's ranks: pycomm/backend.py.
-  Backend(int rank, int size, Milliseconds timeout, pybind11::object ranks);
+  Backend(int rank, int size, Milliseconds timeout, Algorithm algorithm, pybind11::object ranks);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "pycomm"; }
@@ -113,6 +115,8 @@ class Backend final : public ::c10d::Backend {
   Tensors on_root(const TensorLists& lists, std::int64_t root, const char* what) const;
   // The NCCL backend, for tensors on `device`; null if they are pycomm's to exchange.
   ::c10d::Backend* nccl(c10::Device device);
+  // The same for an all-reduce. Throws pycomm.ArgumentError if the group's algorithm is not NCCL's.
+  ::c10d::Backend* nccl_for_sums(c10::Device device);
   Request request(OpType type, const char* title, Milliseconds timeout, c10::Device device);
   Place place_of(c10::Device device);
   std::optional<StreamOrder> order(c10::Device device, bool async);
@@ -128,7 +132,11 @@ class Backend final : public ::c10d::Backend {
   c10::intrusive_ptr<Backend> made_once(const std::string& name, const Make& make);
   WorkPtr message(OpType type, const Tensors& tensors, int peer, int tag);
 
+  // The algorithm in the options of a group that is made from this one, or this one's.
+  Algorithm algorithm_of(const c10::intrusive_ptr<::c10d::Backend::Options>& options) const;
+
   std::atomic<Milliseconds> timeout_;
+  const Algorithm algorithm_;  // of all-reduces
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
   std::atomic<std::shared_ptr<Connection>> connection_;  // reconfigure() replaces it

@@ -27,7 +27,7 @@ void take_memory(const at::Tensor& taker, const at::Tensor& giver) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  using pycomm::c10d::Backend, pycomm::c10d::BackendOptions;
+  using pycomm::Algorithm, pycomm::c10d::Backend, pycomm::c10d::BackendOptions;
   pycomm::c10d::find_native();
   // torch translates these in its own functions, but not in those that pybind11 makes.
   py::register_local_exception_translator([](std::exception_ptr pointer) {
@@ -39,13 +39,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   py::module_::import("torch.distributed");  // has the base class
   py::class_<Backend, ::c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
-      .def(py::init<int, int, std::chrono::milliseconds, py::object>(), py::arg("rank"),
-           py::arg("size"), py::arg("timeout"), py::arg("ranks"))
+      .def(py::init([](int rank, int size, std::chrono::milliseconds timeout,
+                       const std::string& algorithm, py::object ranks) {
+             return c10::make_intrusive<Backend>(rank, size, timeout,
+                                                 pycomm::parse<Algorithm>(algorithm, "algorithm"),
+                                                 std::move(ranks));
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("algorithm"),
+           py::arg("ranks"))
       // new_group() calls this on the ranks that are not in the new group.
       .def("perform_nocolor_split", [](Backend&, const c10::Device&) {})
       .def_property_readonly("options", &Backend::getBackendOptions);
   py::class_<BackendOptions, ::c10d::Backend::Options, c10::intrusive_ptr<BackendOptions>>(
       m, "Options")
+      .def(py::init([](const std::string& algorithm) {
+             auto options = c10::make_intrusive<BackendOptions>("pycomm");
+             options->algorithm = pycomm::parse<Algorithm>(algorithm, "algorithm");
+             return options;
+           }),
+           py::arg("algorithm"))
+      .def_property_readonly(
+          "algorithm",
+          [](const BackendOptions& options) { return pycomm::name_of(options.algorithm); })
       .def("__deepcopy__", [](const BackendOptions& options, const py::dict&) {
         return c10::make_intrusive<BackendOptions>(options);
       });

@@ -133,10 +133,12 @@ void check_timeout(Milliseconds timeout) {
   with_argument_errors([&] { timeout_of(std::chrono::duration<double>(timeout).count()); });
 }
 
-void Request::all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op) {
+void Request::all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op,
+                         Algorithm algorithm) {
   check(tensor);
   const at::Tensor result = to_update(tensor);
-  add(Collective::all_reduce, scaled(result, op), result, tensor.numel(), op);
+  add(Collective::all_reduce, scaled(result, op), result, tensor.numel(), op).operation.algorithm =
+      algorithm;
   inputs.push_back(tensor);
   outputs.push_back(tensor);
 }
@@ -430,8 +432,7 @@ Call& Request::add(Collective collective, const at::Tensor& input, const at::Ten
                    std::int64_t count, const ::c10d::ReduceOp& op, std::int64_t root) {
   Operation operation;
   operation.collective = collective;
-  operation.algorithm =
-      collective == Collective::all_reduce ? Algorithm::automatic : Algorithm::two_shot;
+  operation.algorithm = Algorithm::two_shot;
   operation.op = reduction_of(op);
   operation.root = static_cast<std::int32_t>(root);
   operation.count = count;

@@ -63,7 +63,7 @@ class Request {
   Place place() const { return place_; }
 
   // Add a call. Tensors that are not contiguous get stand-ins.
-  void all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op);
+  void all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op, Algorithm algorithm);
   void reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& op, std::int64_t root);
   void broadcast(const at::Tensor& tensor, std::int64_t root);
   void all_gather(const at::Tensor& output, const at::Tensor& input);

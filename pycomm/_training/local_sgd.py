@@ -176,6 +176,7 @@ class LocalSGDState(HookState):
             ranks of one node.
         group: the group that exchanges parameters; by default the default group.
         exclude: see :class:`pycomm.hooks.CommState`.
+        algorithm: as for :class:`pycomm.hooks.CommState`, of the exchanges in `group`.
 
     Attributes:
         group: the group that exchanges parameters.
@@ -209,6 +210,7 @@ class LocalSGDState(HookState):
         inner_group: Group | None = None,
         group: Group | None = None,
         exclude: Exclude | None = None,
+        algorithm: str = "auto",
     ) -> None:
         if params is None:
             raise TypeError("params must be model.named_parameters(), got None")
@@ -220,7 +222,9 @@ class LocalSGDState(HookState):
         optimizers = InnerOptimizers(optimizer)
         optimizers.check(parameters)
         check_exchangeable(parameters, compression)
-        differences = CommState(compression, named, group=group, exclude=exclude)
+        differences = CommState(
+            compression, named, group=group, exclude=exclude, algorithm=algorithm
+        )
         if local_residuals and (compression is None or compression.momentum):
             raise ValueError(
                 "local_residuals needs a compression without momentum correction, "
@@ -231,10 +235,13 @@ class LocalSGDState(HookState):
         self.joining = self._left = self._shown = False
         self._parameters, self._optimizers = parameters, optimizers
         self._outer, self._differences = Outer(parameters, optimizers, rule), differences
-        self._options = repr((rule, gradient_steps, compression, inner_group is None))
+        self.algorithm = algorithm
+        self._options = repr((rule, gradient_steps, compression, inner_group is None, algorithm))
         self._gradient_steps = gradient_steps
         # These average gradients, during the warm-up and after it.
-        self._early = CommState(group=differences.group) if gradient_steps else None
+        self._early = (
+            CommState(group=differences.group, algorithm=algorithm) if gradient_steps else None
+        )
         self._late = None if inner_group is None else CommState(group=inner_group)
         self._had_backward = False
         self._pending = 0  # steps since the last exchange

@@ -86,6 +86,67 @@ def test_compressed_averages_are_those_of_the_operation(world, nodes, algorithm)
     assert world(3, **given).run(body) == [{algorithm}] * 3
 
 
+@pytest.mark.parametrize("nodes", [[2, 1, 1], [4]], ids=str)
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "tree"])
+def test_local_sgd_averages_by_the_algorithm(world, nodes, algorithm):
+    """Gradients in the warm-up, then parameters."""
+    given = inputs(4)
+
+    def body(group):
+        net = Given()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        state = hooks.LocalSGDState(
+            net.named_parameters(),
+            optimizer,
+            period=1,
+            gradient_steps=1,
+            group=group,
+            algorithm=algorithm,
+        )
+        model = pycomm.DataParallel(net, state=state)
+        for _ in range(2):
+            net.x.grad = None
+            model(given[group.rank]).backward()
+            optimizer.step()
+            averaged = net.x.grad if state.steps == 0 else None
+            if averaged is None:
+                net.x.data.copy_(given[group.rank])
+            else:
+                gradient = averaged.clone()
+            assert state.step()
+        wanted = pycomm.all_reduce(
+            given[group.rank].clone(), "avg", algorithm=algorithm, group=group
+        )
+        return gradient, net.x.detach().clone(), wanted, state.explain().buckets[0].algorithm
+
+    among = {} if len(nodes) == 1 else {"nodes": nodes}
+    for gradient, parameter, wanted, told in world(4, **among).run(body):
+        if among:
+            named = "two_shot" if algorithm == "auto" else algorithm
+            wanted = golden_nodes.all_reduced(given, "avg", nodes, named)
+        assert golden.same_bits(gradient, wanted)
+        assert golden.same_bits(parameter, wanted)
+        assert told == ("two_shot" if algorithm == "auto" else algorithm)
+
+
+def test_local_sgd_with_different_algorithms(world):
+    def body(group):
+        net = Given()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        algorithm = "ring" if group.rank else "tree"
+        state = hooks.LocalSGDState(
+            net.named_parameters(), optimizer, period=1, group=group, algorithm=algorithm
+        )
+        model = pycomm.DataParallel(net, state=state)
+        model(torch.ones(COUNT)).backward()
+        optimizer.step()
+        with pytest.raises(pycomm.Mismatch, match="with the same settings"):
+            state.step()
+        return True
+
+    assert world(2, nodes=[1, 1], timeout=5).run(body) == [True, True]
+
+
 def test_why_auto_is_two_shot(world):
     def body(group):
         net = Given()
@@ -113,6 +174,17 @@ def test_what_is_refused(world):
         ValueError, match="algorithm must be auto or two_shot for top-k, got 'tree'"
     ):
         hooks.TopKState(net.named_parameters(), group=group, algorithm="tree")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for algorithm, compression in (("one_shot", None), ("rings", None), ("tree", pycomm.TopK(0.1))):
+        with pytest.raises(ValueError, match=r"algorithm must be .*auto"):
+            hooks.LocalSGDState(
+                net.named_parameters(),
+                optimizer,
+                period=2,
+                compression=compression,
+                group=group,
+                algorithm=algorithm,
+            )
     state = hooks.CommState(None, net.named_parameters(), group=group, algorithm="ring")
     with pytest.raises(ValueError, match=r"with shard, state\.algorithm must be auto or two_shot"):
         pycomm.DataParallel(net, shard="optimizer", state=state)
