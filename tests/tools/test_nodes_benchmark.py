@@ -9,7 +9,7 @@ import spanning
 import torch
 from imagined import TYPICAL
 
-from benchmarks.nodes import cli, namespaces, sharded
+from benchmarks.nodes import cli, counted, namespaces, sharded
 from benchmarks.nodes.cases import (
     ALGORITHMS,
     COMPRESSIONS,
@@ -184,3 +184,34 @@ def parameters_after_steps(group):
 def test_contestants_step_alike_without_compression():
     for found in spanning.run([1, 1], parameters_after_steps):
         assert all(map(torch.equal, found["sharded"], found[sharded.BASE]))
+
+
+def test_counts_are_those_of_the_closed_forms(monkeypatch, tmp_path):
+    """Messages and bytes, and times without latency, bandwidth or cores for messages."""
+    monkeypatch.setattr(counted, "NODES", (8, 9, 64))
+    monkeypatch.setattr(counted, "SIZES", (256, 4 * MIB))
+    found = counted.count(0.0)
+    rows = {(row.nodes, row.nbytes, row.algorithm): row for row in found}
+    for nodes in (8, 9, 64):
+        others = nodes - 1
+        handshakes, share = 80 * others, 2 * others / nodes * 4 * MIB
+        for algorithm in ("two_shot", "ring"):
+            sent = rows[nodes, 4 * MIB, algorithm].sent
+            assert sent == pytest.approx(share + handshakes, rel=0.01)
+        assert rows[nodes, 4 * MIB, "tree"].sent <= 8 * MIB + handshakes
+        ring, tree, small = (
+            rows[nodes, n, name]
+            for n, name in ((4 * MIB, "ring"), (256, "tree"), (256, "two_shot"))
+        )
+        assert ring.in_sequence == 2 * others
+        assert tree.in_sequence <= 2 * nodes.bit_length()
+        assert small.sent == (256 + 80) * others + (80 if nodes > 8 else 0)
+        wanted = {8: (14, 1), 9: (6, 2), 64: (10, 3)}
+        assert (small.messages, small.in_sequence) == wanted[nodes]
+        latency, gbit = counted.LATENCIES_MS[-1], counted.GBITS[-1]
+        assert (small.latency_ms, small.gbit) == (latency, gbit)
+        carried = small.in_sequence * latency
+        assert carried <= small.ms < carried + 0.1
+    picture = tmp_path / "picture.png"
+    counted.draw(str(picture), found)
+    assert picture.read_bytes().startswith(b"\x89PNG")
