@@ -341,7 +341,10 @@ class Group(_Object):
         transport: Transport | None,
         port: Port | None,
         timeout: float,
+        algorithms: Sequence[dict[str, Any]],
     ) -> None: ...
+    def matching_row(self, bytes: int) -> int: ...
+    def in_rank_order(self, algorithm: str) -> str: ...
     def run(
         self,
         operation: Operation,

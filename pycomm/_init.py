@@ -60,6 +60,7 @@ def init(
     max_blocks: int = DEFAULT_MAX_BLOCKS,
     cuda_heap_bytes: int = 0,
     transport: str = "auto",
+    algorithms: str | os.PathLike[str] | None = None,
 ) -> Group:
     """Makes a group of the processes of a torch.distributed group; a collective call.
 
@@ -91,14 +92,16 @@ def init(
         transport: what carries tensors between nodes; the same on every rank. ``"gloo"``: Gloo;
             CUDA tensors go through host memory. ``"auto"``: NCCL for CUDA tensors if every rank has
             it in `group`, otherwise Gloo (docs/how-to/clusters.md).
+        algorithms: a file with the table by which ``algorithm="auto"`` chooses between nodes, with
+            the same rows on every rank (docs/explanation/algorithms.md).
 
     Returns:
         This rank's membership in the group.
 
     Raises:
         ValueError: `transport` has another value; this process is not in `group`; or, on every
-            rank, ranks passed different values for an argument that must be the same, or run
-            incompatible builds of pycomm.
+            rank, ranks passed different values for an argument that must be the same, run
+            incompatible builds of pycomm, or one of them has no valid table in `algorithms`.
         pycomm.Timeout: a rank did not arrive in time; on all ranks that arrived.
         pycomm.PeerDied: a rank died after all had arrived; on all ranks.
         pycomm.Aborted: a rank was interrupted; on all other ranks that had arrived.
@@ -118,9 +121,8 @@ def init(
         take_down = torch_distributed.take_down
         _open_groups.after_end(functools.partial(take_down, os.getpid(), dist.group.WORLD))
     process_group = process_group_of(group)
-    made = _adopt(
-        _meet(process_group, timeout, staging_bytes, max_blocks, cuda_heap_bytes, transport)
-    )
+    given = staging_bytes, max_blocks, cuda_heap_bytes, transport, algorithms
+    made = _adopt(_meet(process_group, timeout, *given))
     if warn is not None:
         warn(made)
     return made
@@ -133,6 +135,7 @@ def _meet(
     max_blocks: int = DEFAULT_MAX_BLOCKS,
     cuda_heap_bytes: int = 0,
     transport: str = "auto",
+    algorithms: str | os.PathLike[str] | None = None,
 ) -> Group:
     """Makes a group of the ranks of a process group; a collective call. See :func:`init`."""
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -144,7 +147,8 @@ def _meet(
 
     def introduce() -> dict[str, Any]:
         nccl = transport == "auto" and has_nccl(process_group)
-        return rendezvous.introduction(staging_bytes, cuda_heap_bytes, transport, nccl)
+        given = staging_bytes, cuda_heap_bytes, transport, nccl, algorithms
+        return rendezvous.introduction(*given)
 
     with _joining[prefix]:
         members = rendezvous.join(store, rank, size, timeout, introduce, listens=True)

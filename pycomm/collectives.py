@@ -58,8 +58,8 @@ def all_reduce(
         out: receives the result; has `tensor`'s shape and dtype, and does not overlap it.
         algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"ring"`` or ``"tree"``
             (docs/explanation/algorithms.md). One-shot and two-shot add in rank order and round
-            once. In a group that spans nodes there is no one-shot, and over NCCL no ring and no
-            tree.
+            once. Between nodes there is no one-shot, over NCCL no ring and no tree, and ``"auto"``
+            is two-shot, or what the table says that :func:`init` has got.
         deterministic: refuse algorithms that add in another order.
         group: by default the first group made, or one on torch.distributed's default group.
         async_op: return a :class:`Work` at once; operations still run in the order of the calls.
@@ -85,6 +85,8 @@ def all_reduce(
     if deterministic and algorithm not in FIXED_ORDER:
         allowed = f"{', '.join(FIXED_ORDER[:-1])} or {FIXED_ORDER[-1]}"
         raise ValueError(f"algorithm must be {allowed} when deterministic, got {algorithm!r}")
+    if deterministic:
+        algorithm = group._core.in_rank_order(algorithm)
     source = as_tensor("tensor", tensor, written=out is None)
     (check_tensor if out is not None else check_written)("tensor", source)
     result = source

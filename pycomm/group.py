@@ -81,6 +81,7 @@ class Group:
         staging_bytes: int,
         link: _C.Transport | None = None,
         port: _C.Port | None = None,
+        algorithms: Sequence[dict[str, Any]] = (),
         first_epoch: int = 0,
     ) -> None:
         self.rank = rank
@@ -99,8 +100,9 @@ class Group:
             window, pids, processes, index, size, cores, timeout, first_epoch, local
         )
         self._link, self._port = link, port
+        self._algorithms = algorithms  # the rows of the table for all-reduces between nodes
         if len(nodes.ranks) > 1:
-            self._core.span(nodes.ranks, nodes.here, link, port, timeout)
+            self._core.span(nodes.ranks, nodes.here, link, port, timeout, algorithms)
         self._handle = self._core.handle
         # The handle for the fast path of collectives; None while a trace runs.
         self._short_way: object = self._handle
@@ -271,9 +273,8 @@ class Group:
 
         check_dtype("dtype", dtype)
         if len(self.nodes) > 1:
-            return make_spanning_plan(
-                self._core, nbytes, dtype, len(self.nodes), self.stripes, algorithm
-            )
+            over_nccl = self._spans(torch.device(device))
+            return make_spanning_plan(self, nbytes, dtype, algorithm, over_nccl)
         if device == "cuda":
             transport = "not connected yet" if self._cuda is None else self._cuda.transport
             return make_cuda_plan(nbytes, self.size, algorithm, transport)
@@ -732,6 +733,7 @@ def make_group(
     members: RendezvousResult, rank: int, timeout: float, staging_bytes: int = DEFAULT_STAGING_BYTES
 ) -> Group:
     """Makes a group of ranks that know each other, without a CUDA side."""
+    mine = members.everyone[rank]["settings"] if members.everyone else {}
     made = Group(
         members.window,
         members.nodes,
@@ -743,6 +745,7 @@ def make_group(
         staging_bytes,
         members.link,
         members.port,
+        mine.get("algorithms", ()),
     )
     log.group_made(
         made, members.cores, "NCCL for cuda, Gloo for the rest" if members.nccl else "Gloo"

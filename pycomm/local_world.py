@@ -16,7 +16,7 @@ import torch
 
 from pycomm import _C
 from pycomm._inputs import seconds
-from pycomm._runtime import log
+from pycomm._runtime import algorithm_table, log
 from pycomm._runtime.cuda import LocalDevices
 from pycomm._runtime.lifetime import Nodes
 from pycomm._runtime.rendezvous import slice_bytes
@@ -56,6 +56,7 @@ class LocalWorld:
         max_blocks: the largest number of thread blocks that a rank's operation uses on a GPU.
         nodes: the number of ranks on each of several emulated nodes; by default there is one node.
             The bits are those of real nodes.
+        algorithms: as for :func:`pycomm.init`.
         serial: one rank runs at a time, until it calls an operation of pycomm, and each rank has
             the random state of torch, NumPy and Python for itself, which it begins with the
             caller's. Programs that draw random numbers then do what they do in processes. A rank
@@ -74,6 +75,7 @@ class LocalWorld:
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         max_blocks: int = DEFAULT_MAX_BLOCKS,
         nodes: Sequence[int] | None = None,
+        algorithms: str | os.PathLike[str] | None = None,
         serial: bool = False,
         _first_epoch: int = 0,
         _stage_always: bool = False,
@@ -92,6 +94,7 @@ class LocalWorld:
         ports = [_C.Port(first_of_node()) for _ in range(size if len(nodes) > 1 else 0)]
         for port in ports:
             port.meet([each.address for each in ports])
+        rows = [] if algorithms is None else algorithm_table.read(algorithms)
         pids, cores = [os.getpid()] * size, len(os.sched_getaffinity(0))
         self._serial, self._timeout = serial, timeout
         self._random: list[RandomState] = []  # of each rank, once they have run
@@ -113,6 +116,7 @@ class LocalWorld:
                         staging_bytes,
                         link,
                         ports[rank] if ports else None,
+                        rows,
                         _first_epoch,
                     )
                 )

@@ -318,18 +318,19 @@ struct Choices {
 };
 
 // False: Python examines them.
-inline bool read_choices(const Function& function, const Arguments& given, int ranks,
+inline bool read_choices(const Function& function, const Arguments& given, const cpu::Group& engine,
                          Choices& choices) {
   const int op = choice(given[Argument::op], ours.ops, static_cast<int>(function.op));
   const int algorithm =
       choice(given[Argument::algorithm], ours.algorithms, static_cast<int>(function.algorithm));
-  const std::int64_t root = whole_number(given[Argument::root], ranks);
+  const std::int64_t root = whole_number(given[Argument::root], engine.size());
   if (op < 0 || algorithm < 0 || root < 0) return false;
   choices = {static_cast<Algorithm>(algorithm), static_cast<ReduceOp>(op),
              static_cast<std::int32_t>(root)};
   PyObject* const deterministic = given[Argument::deterministic];
-  const bool any_order = deterministic == nullptr || deterministic == Py_False;
-  return any_order || !Algorithms::partial_sums(choices.algorithm);
+  if (deterministic == nullptr || deterministic == Py_False) return true;
+  choices.algorithm = engine.in_rank_order(choices.algorithm);
+  return !Algorithms::partial_sums(choices.algorithm);
 }
 
 // The two tensors of a call. A rank that needs only one passes it as both.
@@ -562,7 +563,7 @@ inline std::optional<PyObject*> run(const Function& function, const Arguments& g
   const Collective collective = function.collective;
   const int ranks = engine->size();
   Choices choices;
-  if (!read_choices(function, given, ranks, choices)) return {};
+  if (!read_choices(function, given, *engine, choices)) return {};
   Tensors tensors{given[Argument::input], given[Argument::output]};
   std::int64_t count = 0;
   if (collective != Collective::barrier &&

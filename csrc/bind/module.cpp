@@ -223,6 +223,22 @@ void bind_works_and_windows(py::module_& m) {
   m.attr("window_layout") = cpu::kLayout;
 }
 
+// The rows of a table; pycomm/_runtime/algorithm_table.py has checked them.
+std::vector<AlgorithmRow> table_of(const std::vector<py::dict>& given) {
+  std::vector<AlgorithmRow> rows;
+  for (const py::dict& fields : given) {
+    AlgorithmRow& row = rows.emplace_back();
+    const auto limit = [&](const char* name, auto& most) {
+      if (fields.contains(name)) most = fields[name].cast<std::decay_t<decltype(most)>>();
+    };
+    limit("nodes", row.max_nodes);
+    limit("ranks", row.max_ranks);
+    limit("bytes", row.max_bytes);
+    row.algorithm = parse<Algorithm>(fields["algorithm"].cast<std::string>(), "algorithm");
+  }
+  return rows;
+}
+
 void bind_group(py::module_& m) {
   GroupClass group(m, "Group");
   group
@@ -243,12 +259,19 @@ void bind_group(py::module_& m) {
           "span",
           [](Group& group, std::vector<std::vector<int>> nodes, int here,
              std::shared_ptr<Transport> transport, std::shared_ptr<cpu::p2p::Port> port,
-             double timeout) {
+             double timeout, const std::vector<py::dict>& algorithms) {
             group.span({std::move(nodes), here}, std::move(transport), std::move(port),
-                       timeout_of(timeout));
+                       timeout_of(timeout), table_of(algorithms));
           },
           py::arg("nodes"), py::arg("here"), py::arg("transport"), py::arg("port"),
-          py::arg("timeout"), py::keep_alive<1, 4>())
+          py::arg("timeout"), py::arg("algorithms"), py::keep_alive<1, 4>())
+      .def("matching_row", &Group::matching_row, py::arg("bytes"))
+      .def(
+          "in_rank_order",
+          [](const Group& group, const std::string& algorithm) {
+            return name_of(group.in_rank_order(parse<Algorithm>(algorithm, "algorithm")));
+          },
+          py::arg("algorithm"))
       .def("run", &run_kind, py::arg("operation"), py::arg("count"), py::arg("input"),
            py::arg("output"), py::arg("shape") = py::none(), py::arg("label") = "")
       .def("submit", &submit_kind, py::arg("operation"), py::arg("count"), py::arg("input"),

@@ -69,6 +69,7 @@ class Member(Protocol):
     stripes: int
     ranks: tuple[int, ...]
     _core: _C.Group
+    _algorithms: Sequence[dict[str, Any]]
     _told: set[str]
 
     def explain(

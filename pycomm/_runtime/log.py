@@ -106,7 +106,10 @@ def group_made(group: Member, cores: int, between: str) -> None:
     nodes = [list(ranks) for ranks in group.nodes]
     local = next(len(ranks) for ranks in nodes if group.rank in ranks)
     vectors = torch.backends.cpu.get_cpu_capability()
-    spanning = f"stripes {group.stripes} over {between}, " if group.stripes else ""
+    spanning = ""
+    if group.stripes:
+        table = list(group._algorithms) or "none"
+        spanning = f"stripes {group.stripes} over {between}, table of algorithms: {table}, "
     _group.info(
         "rank %d of %d: %s, nodes %s, %sshared memory with %.3g MiB of staging, %d cores, %s, "
         "timeout %g s",

@@ -309,6 +309,7 @@ def introduction(
     cuda_heap_bytes: int = 0,
     transport: str = "gloo",
     nccl: bool = False,
+    algorithms: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """This rank's introduction: what other ranks must know of it.
 
@@ -317,7 +318,13 @@ def introduction(
         cuda_heap_bytes: device memory of every rank for tensors in the window.
         transport: the caller's transport between nodes.
         nccl: True if this rank can use NCCL between nodes, for CUDA tensors.
+        algorithms: the path of a table of algorithms between nodes; None for no table.
     """
+    rows: Sequence[Mapping[str, Any]] = []
+    if algorithms is not None:
+        from pycomm._runtime import algorithm_table
+
+        rows = algorithm_table.read(algorithms)
     return {
         "pid": os.getpid(),
         "user": os.getuid(),
@@ -329,6 +336,7 @@ def introduction(
             "staging_bytes": int(staging_bytes),
             "cuda_heap_bytes": int(cuda_heap_bytes),
             "transport": transport,
+            "algorithms": rows,
         },
     }
 
@@ -442,7 +450,7 @@ def _connect_nodes(
     return None if carriers is None else GlooTransport(carriers), port, listener
 
 
-def check_same(settings: Sequence[Mapping[str, int | str]]) -> None:
+def check_same(settings: Sequence[Mapping[str, object]]) -> None:
     """Raises ValueError if ranks differ; it names the first one that differs from rank 0."""
     for name, expected in settings[0].items():
         for rank, others in enumerate(settings):

@@ -309,7 +309,8 @@ class Planner:
 
             call = mean_flow(tensor, self._algorithm)
         else:
-            call = self._call(tensor, first, _C.Codec(0))
+            algorithm = group._core.in_rank_order(self._algorithm)
+            call = self._call(tensor, first, algorithm, _C.Codec(0))
         return [BucketOperation(call, tensor, {}, dense_wire_bytes(tensor.nbytes, group))]
 
     def _compressed(
@@ -339,16 +340,18 @@ class Planner:
         else:
             pointers = {name: part.data_ptr() for name, part in kept.items()}
             more = {"momentum": compression.momentum, "seed": compression.seed, "hold_unused": True}
-            call = self._call(tensor, entry, codec, **more, **pointers)
+            call = self._call(tensor, entry, self._algorithm, codec, **more, **pointers)
         ranks, stripes = parties(group)
         wire_bytes = compression.wire_bytes(entry.numel, ranks, tensor.dtype, step=step)
         return BucketOperation(call, tensor, kept, wire_bytes // stripes)
 
-    def _call(self, tensor: torch.Tensor, first: Entry, codec: _C.Codec, **options: Any) -> _C.Call:
+    def _call(
+        self, tensor: torch.Tensor, first: Entry, algorithm: str, codec: _C.Codec, **options: Any
+    ) -> _C.Call:
         """An average in place; ranks compare tag and place in the model."""
         defaults = {"residual": 0, "velocity": 0, "momentum": 0.0, "seed": 0}
         return _C.Call(
-            operation_of("all_reduce", self._algorithm, tensor.dtype, "avg"),
+            operation_of("all_reduce", algorithm, tensor.dtype, "avg"),
             count=tensor.numel(),
             input=tensor.data_ptr(),
             output=tensor.data_ptr(),

@@ -90,8 +90,11 @@ def explain(
 ) -> BucketPlan:
     """The plan of a bucket with these parameters, whose state has this algorithm."""
     path = path_of(group, buffer, encoded)
+    in_order = group._core.in_rank_order(algorithm)
     if encoded and algorithm == "auto":
         chosen, why = "two_shot", "encoded gradients take it at every size"
+    elif in_order != algorithm:
+        chosen, why = in_order, "gradients take it at every size, whatever the group's table says"
     else:
         plan = group.explain(
             buffer.nbytes, buffer.dtype, algorithm=algorithm, device=buffer.device.type

@@ -12,5 +12,6 @@ time that memory alone takes, `verify` checks results first, and `report` prints
 writes JSON. `timeline` records when a step computes and exchanges. `plot` draws tables. `peers` are
 the other libraries. Collectives also have `contestants` and a `floor`.
 
-`gpu` times every kernel on a GPU.
+`choose` makes a table of algorithms from times of all-reduces between nodes. `gpu` times every
+kernel on a GPU.
 """

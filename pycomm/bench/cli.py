@@ -21,6 +21,7 @@ from pycomm import _C, parse_compression
 from pycomm._inputs import ALGORITHMS, COMPRESSIBLE, DTYPES, OPS
 from pycomm.bench import (
     c10d,
+    choose,
     codecs,
     collectives,
     launch,
@@ -66,6 +67,7 @@ GPU = "time every kernel on a GPU beside a copy and torch, and compare with goal
 OVERLAP = "time training steps, and say how much of the exchange backward does not hide"
 STEP = "time training steps, pycomm's exchange beside that of DDP alone"
 SCALING = "time training steps of more and more ranks, each with the same work"
+CHOOSE = "make a table of algorithms from times between nodes, without ranks"
 SHARD = "exchange and optimizer step together, with and without shard='optimizer'"
 BENCHMARKS: dict[str, tuple[type[Settings], Callable[[Any], Results[Any] | None]]] = {
     **dict.fromkeys(COLLECTIVES, (collectives.CollectiveSettings, collectives.run)),
@@ -77,6 +79,7 @@ BENCHMARKS: dict[str, tuple[type[Settings], Callable[[Any], Results[Any] | None]
     "step": (training.TrainingSettings, training.run_steps),
     "scaling": (scaling.ScalingSettings, scaling.run),
     "shard": (sharding.ShardSettings, sharding.run),
+    "choose": (choose.ChooseSettings, choose.run),
 }
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 CODEC_DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in COMPRESSIBLE)
@@ -149,7 +152,7 @@ def parse(argv: Sequence[str] | None = None) -> Any:
         parser.error("--device cuda: this build of pycomm has no CUDA")
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU on this machine")
-    launch.require("numpy", *(["matplotlib"] if arguments.plot else []))
+    launch.require("numpy", *(["matplotlib"] if getattr(arguments, "plot", None) else []))
     if hasattr(arguments, "minbytes"):
         _set_sizes(parser, arguments)
     if arguments.benchmark in COLLECTIVES:
@@ -234,6 +237,7 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("scaling", help=SCALING, description=SCALING)
     _add_model_flags(command, parameters=8 * MIB, batch=64)
     _add_scaling_flags(command)
+    _add_choose_flags(commands.add_parser("choose", help=CHOOSE, description=CHOOSE))
     for command in commands.choices.values():
         command.set_defaults(parser=command)  # its errors show its own usage
     return parser
@@ -340,6 +344,14 @@ def _add_gpu_flags(command: argparse.ArgumentParser) -> None:
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify results (default 1)")
     warmup_help = f"untimed calls before the first round (default {session.WARM_UP})"
     _add_run_flags(command, f"timed calls (default {session.ROUNDS})", warmup_help)
+
+
+def _add_choose_flags(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("results", nargs="+", metavar="RESULTS",
+        help="files that all_reduce -a two_shot,ring,tree -J has written, one for each numbers of "
+        "nodes and ranks")  # fmt: skip
+    add("--write", metavar="FILE", help="write the table, for pycomm.init(algorithms=FILE)")
 
 
 def _add_c10d_flags(command: argparse.ArgumentParser) -> None:

@@ -94,6 +94,7 @@ def _begin(
         settings,
         brief=settings.brief,
         ranks=group.size,
+        nodes=len(group.nodes),
         feedback=settings.feedback,
         absent_peers=absent,
         refused=refused,

@@ -125,8 +125,8 @@ class Pycomm(Contestant):
     algorithm: str = "auto"
 
     def supports(self, case: Case) -> bool:  # noqa: ARG002
-        """True: pycomm can run every case."""
-        return True
+        """True, but for one-shot between nodes."""
+        return self.algorithm != "one_shot" or len(self.group.nodes) == 1
 
     def prepare(self, case: Case) -> Prepared:
         """Tensors from torch or from the group's window."""

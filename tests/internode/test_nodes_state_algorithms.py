@@ -160,7 +160,7 @@ def test_why_auto_is_two_shot(world):
             plans += state.explain().buckets
         return [(plan.algorithm, plan.why) for plan in plans]
 
-    between = ("two_shot", "two-shot between nodes, whatever the size")
+    between = ("two_shot", "no table: two-shot between nodes, whatever the size")
     encoded = ("two_shot", "encoded gradients take it at every size")
     assert world(2, nodes=[1, 1]).run(body) == [[between, encoded]] * 2
 

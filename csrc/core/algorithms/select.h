@@ -2,6 +2,8 @@
 // ranks select the same one.
 #pragma once
 
+#include <span>
+
 #include "core/operation.h"
 #include "core/types.h"
 
@@ -42,13 +44,38 @@ constexpr Algorithm select_algorithm(std::int64_t bytes, int ranks, Device devic
   return Algorithm::two_shot;
 }
 
+// A row of the table that a group may have for all-reduces between nodes: the largest groups and
+// tensors to which it applies. Its algorithm may add in another order than two-shot.
+struct AlgorithmRow {
+  int max_nodes = kAnyRanks;
+  int max_ranks = kAnyRanks;
+  std::int64_t max_bytes = kAnySize;
+  Algorithm algorithm = Algorithm::two_shot;
+};
+
+// The index of the first row that applies; -1 if there is none.
+constexpr int matching_row(std::span<const AlgorithmRow> table, int nodes, int ranks,
+                           std::int64_t bytes) {
+  int index = 0;
+  for (const AlgorithmRow& row : table) {
+    if (nodes <= row.max_nodes && ranks <= row.max_ranks && bytes <= row.max_bytes) return index;
+    ++index;
+  }
+  return -1;
+}
+
 // The algorithm that an operation runs. For "auto", compressed operations always use two-shot, so
-// that the number of lossy roundings does not depend on the tensor's size. Operations that span
-// nodes always use two-shot, too.
-constexpr Algorithm resolve(const Operation& operation, int ranks, bool spans_nodes = false) {
+// that the number of lossy roundings does not depend on the tensor's size. Between nodes, other
+// all-reduces ask the group's table, and all else uses two-shot.
+constexpr Algorithm resolve(const Operation& operation, int ranks, int nodes = 1,
+                            std::span<const AlgorithmRow> table = {}) {
   if (operation.algorithm != Algorithm::automatic) return operation.algorithm;
-  if (operation.codec.kind != CodecKind::none || spans_nodes) return Algorithm::two_shot;
-  return select_algorithm(operation.count * size_of(operation.dtype), ranks, operation.device);
+  if (operation.codec.kind != CodecKind::none) return Algorithm::two_shot;
+  const std::int64_t bytes = operation.count * size_of(operation.dtype);
+  if (nodes == 1) return select_algorithm(bytes, ranks, operation.device);
+  if (operation.collective != Collective::all_reduce) return Algorithm::two_shot;
+  const int row = matching_row(table, nodes, ranks, bytes);
+  return row < 0 ? Algorithm::two_shot : table[static_cast<std::size_t>(row)].algorithm;
 }
 
 }  // namespace pycomm

@@ -1,5 +1,4 @@
 // Which calls a group can run, and what they would cost.
-#include "core/algorithms/select.h"
 #include "core/cost.h"
 #include "cpu/group/group.h"
 
@@ -28,6 +27,11 @@ std::string Group::refusal(const Call& call) const {
 void Group::check_fits(const Call& call) const {
   const std::string why = refusal(call);
   PYCOMM_CHECK(why.empty(), why);
+}
+
+int Group::matching_row(std::int64_t bytes) const {
+  if (internode_ == nullptr) return -1;
+  return pycomm::matching_row(algorithms_, internode_->nodes().count(), size_, bytes);
 }
 
 Traffic Group::cost(const Operation& operation, bool zero_copy) const {

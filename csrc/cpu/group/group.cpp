@@ -4,7 +4,6 @@
 #include <system_error>
 
 #include "core/algorithms/run.h"
-#include "core/algorithms/select.h"
 #include "core/codecs/cast.h"
 #include "cpu/executor/blocks.h"
 #include "cpu/executor/custom_operation.h"
@@ -24,8 +23,9 @@ Group::Group(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> pee
       comm_(window_, std::move(peers), rank, size, cores, timeout, first_epoch) {}
 
 void Group::span(Nodes nodes, std::shared_ptr<Transport> transport, std::shared_ptr<p2p::Port> port,
-                 Clock::duration timeout) {
+                 Clock::duration timeout, std::vector<AlgorithmRow> algorithms) {
   size_ = nodes.world();
+  algorithms_ = std::move(algorithms);
   comm_.span(nodes.stripes(), [this] { return internode_->other_nodes(); });
   internode_ =
       std::make_unique<InternodeGroup>(comm_, std::move(nodes), std::move(transport), timeout);
@@ -190,7 +190,8 @@ std::int64_t Group::bytes_moved() const {
 bool Group::execute(const Call& call, bool agree_only, void (*interrupt)()) {
   if (failed_.load(std::memory_order_acquire)) check_usable();
   Operation operation = call.operation;
-  operation.algorithm = resolve(operation, size_, internode_ != nullptr);
+  const int nodes = internode_ == nullptr ? 1 : internode_->nodes().count();
+  operation.algorithm = resolve(operation, size_, nodes, algorithms_);
   const Details* details = &call.details;
   const bool compresses = operation.codec.kind != CodecKind::none && !agree_only;
   const bool in_blocks = call.inputs || call.outputs;

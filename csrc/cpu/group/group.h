@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/algorithms/select.h"
 #include "core/call.h"
 #include "cpu/codecs/coded_comm.h"
 #include "cpu/codecs/topk_comm.h"
@@ -35,8 +36,9 @@ class Group {
   // Makes this one node's part of a group that spans nodes. Call it before the first operation.
   // `transport` connects this rank's stripe to the other nodes; null if this rank carries no
   // stripe. `port` is where other ranks reach this one with messages, and knows their addresses.
+  // `algorithms` is the same on all ranks.
   void span(Nodes nodes, std::shared_ptr<Transport> transport, std::shared_ptr<p2p::Port> port,
-            Clock::duration timeout);
+            Clock::duration timeout, std::vector<AlgorithmRow> algorithms = {});
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
@@ -180,6 +182,13 @@ class Group {
   // counted in a group that spans nodes. link_cost(): between nodes, as link_traffic() tells
   // afterwards. `zero_copy`: all ranks' tensors lie in their windows.
   Traffic cost(const Operation& operation, bool zero_copy) const;
+  // The row of the group's table for uncompressed all-reduces of so many bytes; -1 if there is none.
+  int matching_row(std::int64_t bytes) const;
+  // For a caller whose bits must not depend on the table: what to ask for instead of `algorithm`.
+  Algorithm in_rank_order(Algorithm algorithm) const {
+    return algorithm == Algorithm::automatic && !algorithms_.empty() ? Algorithm::two_shot
+                                                                     : algorithm;
+  }
   LinkTraffic link_cost(const Operation& operation) const;
   LinkTraffic link_traffic() const {
     return internode_ == nullptr ? LinkTraffic{} : internode_->traffic();
@@ -251,6 +260,7 @@ class Group {
   Comm comm_;
   std::unique_ptr<TopkWorkspace> topk_;        // created at the first use
   std::unique_ptr<InternodeGroup> internode_;  // if the group spans nodes
+  std::vector<AlgorithmRow> algorithms_;       // likewise
   std::shared_ptr<p2p::Port> port_;
   OperationLock running_;
   Details all_details_;  // of the operation that runs, if it has more than its call says
