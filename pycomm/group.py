@@ -273,8 +273,8 @@ class Group:
 
         check_dtype("dtype", dtype)
         if len(self.nodes) > 1:
-            over_nccl = self._spans(torch.device(device))
-            return make_spanning_plan(self, nbytes, dtype, algorithm, over_nccl)
+            table = None if self._spans(torch.device(device)) else self._algorithms
+            return make_spanning_plan(self._core, nbytes, dtype, self.nodes, algorithm, table)
         if device == "cuda":
             transport = "not connected yet" if self._cuda is None else self._cuda.transport
             return make_cuda_plan(nbytes, self.size, algorithm, transport)

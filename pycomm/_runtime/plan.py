@@ -11,7 +11,8 @@ from pycomm import _C
 from pycomm._inputs import ALGORITHMS, check_choice, operation_of
 
 if TYPE_CHECKING:
-    from pycomm._runtime.lifetime import Member
+    from collections.abc import Sequence
+    from typing import Any
 
 _NAMED = "named by the caller"
 
@@ -67,28 +68,33 @@ def make_plan(
 
 
 def make_spanning_plan(
-    group: Member, nbytes: int, dtype: torch.dtype, algorithm: str, over_nccl: bool
+    core: _C.Group,
+    nbytes: int,
+    dtype: torch.dtype,
+    nodes: Sequence[Sequence[int]],
+    algorithm: str,
+    table: Sequence[dict[str, Any]] | None,
 ) -> Plan:
-    """The plan of one rank of a group that spans nodes; it counts bytes between nodes."""
+    """The plan of one rank of a group that spans nodes; it counts bytes between nodes.
+
+    Without a table, also an empty one, the tensor goes over NCCL.
+    """
     check_choice("algorithm", algorithm, ALGORITHMS)
     _check_bytes(nbytes, dtype)
-    path = f"{len(group.nodes)} nodes, {group.stripes} stripe{'s' if group.stripes > 1 else ''}"
+    stripes = _C.stripes(nodes)
+    path = f"{len(nodes)} nodes, {stripes} stripe{'s' if stripes > 1 else ''}"
     chosen, why = algorithm, _NAMED
     if algorithm == "auto":
-        chosen, why = _choose_between_nodes(group, nbytes, over_nccl)
+        chosen, why = "two_shot", "over NCCL there is no other, whatever the table says"
+        if table is not None:
+            from pycomm._runtime.algorithm_table import reason
+
+            row = core.matching_row(nbytes)
+            chosen = "two_shot" if row < 0 else table[row]["algorithm"]
+            why = reason(table, row)
     operation = operation_of("all_reduce", chosen, dtype)
-    sent, received = _C.link_cost(group._core, operation, nbytes // dtype.itemsize)
+    sent, received = _C.link_cost(core, operation, nbytes // dtype.itemsize)
     return Plan(chosen, why, "cpu", path, None, received, sent)
-
-
-def _choose_between_nodes(group: Member, nbytes: int, over_nccl: bool) -> tuple[str, str]:
-    """The algorithm that ``algorithm="auto"`` picks, and why."""
-    from pycomm._runtime.algorithm_table import reason
-
-    if over_nccl:
-        return "two_shot", "over NCCL there is no other, whatever the table says"
-    rows, row = group._algorithms, group._core.matching_row(nbytes)
-    return "two_shot" if row < 0 else rows[row]["algorithm"], reason(rows, row)
 
 
 def make_cuda_plan(nbytes: int, size: int, algorithm: str, transport: str) -> Plan:

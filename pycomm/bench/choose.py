@@ -105,17 +105,21 @@ def times_of(path: str, rows: list[dict[str, Any]]) -> Times:
 def choices(times: Times) -> list[str]:
     """The algorithm for each size, in ascending order.
 
-    A ring or tree is chosen only if it wins at the next smaller or larger size, too.
+    A ring or tree is chosen only if it wins at the next smaller or larger size, too. Between the
+    two, the choice of a size changes at the next one only by the margin.
     """
     of_sizes = [times[nbytes] for nbytes in sorted(times)]
     wins = [
         {name for name, time in of.items() if time * MARGIN < of["two_shot"]} for of in of_sizes
     ]
-    chosen = []
+    chosen = ["two_shot"]
     for i, of in enumerate(of_sizes):
         beside = set().union(*wins[max(i - 1, 0) : i], *wins[i + 1 : i + 2])
-        chosen.append(min((wins[i] & beside) or {"two_shot"}, key=of.__getitem__))
-    return chosen
+        able = (wins[i] & beside) or {"two_shot"}
+        best, before = min(able, key=of.__getitem__), chosen[-1]
+        stays = before in able and of[before] <= of[best] * MARGIN
+        chosen.append(before if stays else best)
+    return chosen[1:]
 
 
 def table(measured: dict[tuple[int, int], Times]) -> list[Row]:

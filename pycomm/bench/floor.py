@@ -9,7 +9,8 @@ fastest is the floor:
   private memory as every rank must read and write of all tensors. Only an all-reduce writes what it
   has read; the streams of the other collectives write other memory.
 
-A call in a group of one rank shows what a call costs if nothing crosses.
+A call in a group of one rank shows what a call costs if nothing crosses. Between nodes it is the
+only probe, and there is no floor.
 """
 
 from __future__ import annotations
@@ -167,6 +168,9 @@ def probes(
         collective: what is measured.
         buffers: whose floors are wanted.
     """
+    lone = LoneRankProbe(group=alone)
+    if len(group.nodes) > 1:
+        return [lone]
     found: list[Contestant] = []
     for buffer, routes in ROUTES.get(collective, {}).items():
         if buffer == "tensor" or buffer in buffers:
@@ -190,7 +194,7 @@ def probes(
             StreamProbe(group=group, collective=collective, algorithm=name)
             for name in sorted(names)
         ]
-    return [*found, LoneRankProbe(group=alone)]
+    return [*found, lone]
 
 
 def make_entries(

@@ -6,8 +6,8 @@
 //   2. Between nodes, all stripes in parallel: two-shot in node order
 //      (core/algorithms/internode.h). AVG divides here, once, by the number of all ranks. A small
 //      stripe is sent whole to all nodes instead, among many nodes in rounds
-//      (core/algorithms/dissemination.h). A ring or a double tree, if the caller names it
-//      (core/algorithms/relay.h).
+//      (core/algorithms/dissemination.h). A ring or a double tree, if the caller or the
+//      group's table names it (core/algorithms/relay.h).
 //   3. Inside each node: all-gather of the stripes.
 //
 // So a tensor crosses a node's network link as if the node had a single rank, however many it has.
