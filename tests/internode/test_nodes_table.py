@@ -193,6 +193,16 @@ def test_one_node_ignores_the_table(world, table):
     assert with_table.explain(1 << 20) == world(3).groups[0].explain(1 << 20)
 
 
+def test_over_nccl_the_table_is_ignored(world, table, monkeypatch):
+    group = world(2, nodes=[1, 1], algorithms=table(RING)).groups[0]
+    assert group.explain(4, device="cuda").algorithm == "ring"  # over Gloo
+    monkeypatch.setattr(group, "_span", object())
+    plan = group.explain(4, device="cuda")
+    assert (plan.algorithm, plan.bytes_out) == ("two_shot", group.explain(4).bytes_out)
+    assert plan.why == "over NCCL there is no other, whatever the table says"
+    assert group.explain(4).algorithm == "ring"
+
+
 WRONG = [
     ("[{]", r"must be a JSON file: .*line 1"),
     ('{"algorithm": "ring"}', r"must have a list of rows, got \{'algorithm': 'ring'\}"),
