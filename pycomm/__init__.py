@@ -74,6 +74,7 @@ _HOMES = {
     "pycomm.p2p": ("Request", "irecv", "isend", "recv", "send"),
     "pycomm.recovery": ("recover",),
     "pycomm.report": ("RankReport", "RecordedOperation", "Report"),
+    "pycomm.run": ("launch",),
     "pycomm.sharing": ("share_state",),
     "pycomm.stats": ("OperationStats", "RankTimes", "Stats"),
     "pycomm.tracing": ("Trace", "trace"),

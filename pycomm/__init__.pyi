@@ -57,6 +57,7 @@ from pycomm.recovery import recover as recover
 from pycomm.report import RankReport as RankReport
 from pycomm.report import RecordedOperation as RecordedOperation
 from pycomm.report import Report as Report
+from pycomm.run import launch as launch
 from pycomm.sharing import share_state as share_state
 from pycomm.stats import OperationStats as OperationStats
 from pycomm.stats import RankTimes as RankTimes

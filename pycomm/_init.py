@@ -19,7 +19,6 @@ from pycomm._inputs import (
     check_choice,
     check_is_rank,
     check_process_group,
-    not_set_up,
     process_group_of,
     seconds,
 )
@@ -71,8 +70,9 @@ def init(
     The first group made becomes the default group of every operation. When it is closed or has
     failed, the next group made takes its place.
 
-    If torch.distributed is not set up yet, this function sets it up from torchrun's environment:
-    with Gloo for CPU tensors and, where torch has NCCL and every rank a GPU of its own, with NCCL
+    If torch.distributed is not set up yet, this function sets it up, from the variables of
+    torchrun, pycomm.launch, srun or mpirun; without any, for one process, with a warning. It takes
+    Gloo for CPU tensors and, where torch has NCCL and every rank a GPU of its own, NCCL
     for CUDA tensors. A rank's GPU is the current device if the process has used CUDA, otherwise the
     one that ``LOCAL_RANK`` names, modulo the number of visible devices, which then becomes the
     current one. Otherwise all have Gloo alone, and a warning says why. To choose yourself, call
@@ -99,9 +99,10 @@ def init(
         This rank's membership in the group.
 
     Raises:
-        ValueError: `transport` has another value; this process is not in `group`; or, on every
-            rank, ranks passed different values for an argument that must be the same, run
-            incompatible builds of pycomm, or one of them has no valid table in `algorithms`.
+        ValueError: `transport` has another value; this process is not in `group`; some of a
+            launcher's variables are missing; or, on every rank, ranks passed different values for
+            an argument that must be the same, run incompatible builds of pycomm, or one of them has
+            no valid table in `algorithms`.
         pycomm.Timeout: a rank did not arrive in time; on all ranks that arrived.
         pycomm.PeerDied: a rank died after all had arrived; on all ranks.
         pycomm.Aborted: a rank was interrupted; on all other ranks that had arrived.
@@ -113,11 +114,10 @@ def init(
         check_is_rank()
     warn = None
     if not dist.is_initialized():
-        if "MASTER_ADDR" not in os.environ:
-            raise not_set_up(in_threads=_open_groups.any_usable())
         from pycomm._runtime import torch_distributed
 
-        warn = torch_distributed.set_up(timeout)
+        in_threads = _default is None and _open_groups.any_usable()
+        warn = torch_distributed.set_up(timeout, in_threads)
         take_down = torch_distributed.take_down
         _open_groups.after_end(functools.partial(take_down, os.getpid(), dist.group.WORLD))
     process_group = process_group_of(group)

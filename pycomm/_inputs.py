@@ -129,19 +129,6 @@ def process_group_of(group: Any) -> Any:
     return group if group is not None else dist.group.WORLD
 
 
-def not_set_up(in_threads: bool) -> ValueError:
-    """The error for a missing default group; `in_threads` if the ranks are threads."""
-    if in_threads:
-        return ValueError(
-            "group must be given by the ranks of a pycomm.LocalWorld, which have no default group: "
-            "pass the group that LocalWorld.run gave to this rank"
-        )
-    return ValueError(
-        "torch.distributed is not set up, and torchrun's environment is absent: start with "
-        "torchrun, call torch.distributed.init_process_group, or use pycomm.LocalWorld"
-    )
-
-
 def reduction(op: object, allowed: Iterable[str]) -> str:
     """Pycomm's name of a reduction that is given by name or as torch.distributed's ReduceOp."""
     for name in allowed:

@@ -164,6 +164,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MACHINE_ID = Path("/etc/machine-id")
 _FAILED = "failed"  # instead of an introduction
 _NAMESPACES = ("net", "pid", "ipc")
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # tell a process how to meet others
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ class RendezvousResult:
 
 def node_identity() -> str:
     """A string that two processes share only if they can share memory and watch each other."""
-    return " ".join([_boot(), *map(_namespace, _NAMESPACES)])
+    emulated = os.environ.get("PYCOMM_NODE", "")
+    return " ".join([_boot(), *map(_namespace, _NAMESPACES), emulated]).rstrip()
 
 
 def _boot() -> str:

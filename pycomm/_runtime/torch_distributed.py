@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined] # torch's stubs lack it
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from pycomm._inputs import process_group_of
 from pycomm._runtime.log import fallback
-from pycomm._runtime.rendezvous import store_all_gather
+from pycomm._runtime.rendezvous import TORCHRUN, store_all_gather
 from pycomm._runtime.threads import Deadline
 from pycomm._runtime.torch_private import set_timeout, store_of
 
@@ -27,23 +28,39 @@ if TYPE_CHECKING:
     from pycomm._runtime.lifetime import Member
 
 
-def set_up(timeout: float) -> Callable[[Member], None] | None:
-    """Sets up torch.distributed from torchrun's environment, also in restarted processes.
+def set_up(timeout: float, in_threads: bool) -> Callable[[Member], None] | None:
+    """Sets up torch.distributed from a launcher's variables, also in restarted processes.
 
     Args:
         timeout: seconds for the setup. Afterwards torch's operations have torch's own timeout.
+        in_threads: the ranks are threads.
 
     Returns:
         As :func:`join`.
     """
     deadline, patience = Deadline(timeout), timedelta(seconds=timeout)
+    started = launched(in_threads)
     with deadline.guarding("every process joining torch.distributed"):
-        store, rank, size = next(rendezvous("env://", timeout=patience))
+        store, rank, size = HashStore(), 0, 1
+        if started:
+            store, rank, size = next(rendezvous("env://", timeout=patience))
         store.set_timeout(patience)
     warn = join(store, rank, size, deadline)
     set_timeout(default_pg_timeout)
     store_of(process_group_of(None)).set_timeout(default_pg_timeout)
     return warn
+
+
+def launched(in_threads: bool = False) -> bool:
+    """True if a launcher has started this process; then torchrun's variables are set.
+
+    See :func:`pycomm._runtime.launchers.set_variables`.
+    """
+    if os.environ.keys() >= set(TORCHRUN):
+        return True
+    from pycomm._runtime import launchers
+
+    return launchers.set_variables(in_threads)
 
 
 def join(store: Store, rank: int, size: int, deadline: Deadline) -> Callable[[Member], None] | None:

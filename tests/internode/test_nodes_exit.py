@@ -7,7 +7,6 @@ import pytest
 SCRIPT = """
 import os, sys, tempfile, time
 import torch, torch.distributed as dist, pycomm
-from pycomm._runtime import rendezvous
 
 class Slow:
     sleep = staticmethod(time.sleep)
@@ -20,7 +19,7 @@ for rank in range(2):
     pids.append(os.fork())
     if pids[-1] == 0:
         folder._finalizer.detach()
-        rendezvous.node_identity = lambda: str(rank)
+        os.environ["PYCOMM_NODE"] = str(rank)
         store = dist.FileStore(folder.name + "/store", 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         assert len(pycomm.init(timeout=20).nodes) == 2
@@ -39,7 +38,7 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 INTERRUPTED = """
 import os, signal, sys, tempfile, time
 import torch.distributed as dist, pycomm
-from pycomm._runtime import internode, rendezvous
+from pycomm._runtime import internode
 
 class Slow:
     sleep = staticmethod(time.sleep)
@@ -58,7 +57,7 @@ for rank in range(2):
     if pids[-1] == 0:
         folder._finalizer.detach()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        rendezvous.node_identity = lambda: str(rank)
+        os.environ["PYCOMM_NODE"] = str(rank)
         original = internode.InterruptibleStore.wait
         if rank == 0:
             tell = internode.InterruptibleStore.set

@@ -65,7 +65,17 @@ def test_core_includes_only_the_standard_library():
 PYTHON_LAYERS = [
     {"_C", "_names", "_peaks", "errors", "report", "stats"},
     {"_inputs", "_runtime"},
-    {"_init", "_join", "_nccl", "_short_way", "_work", "compression", "group", "local_world"},
+    {
+        "_init",
+        "_join",
+        "_nccl",
+        "_short_way",
+        "_work",
+        "compression",
+        "group",
+        "local_world",
+        "run",
+    },
     {"block_collectives", "collectives", "compressed", "p2p", "recovery"},
     {"_kernels", "batches", "ops", "sharing"},
     {"_training", "optim"},

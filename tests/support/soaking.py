@@ -32,13 +32,12 @@ from pycomm._runtime import rendezvous
 from pycomm.bench.report import circumstances
 
 SIZE, VICTIM = 3, 2
-IDENTITY = rendezvous.node_identity
 
 
 def make_group(store: Any, rank: int, number: int) -> pycomm.Group:
     """A group without torch's process groups, which every round would have to make anew."""
     spans = number % 2 == 1
-    rendezvous.node_identity = lambda: IDENTITY() + (f" {rank > 0}" if spans else "")
+    os.environ["PYCOMM_NODE"] = str(rank > 0) if spans else ""
     store = PrefixStore(str(number), store)
     introduce = functools.partial(rendezvous.introduction, 1 << 20)
     members = rendezvous.join(store, rank, SIZE, 30.0, introduce, listens=True)

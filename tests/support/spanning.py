@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,11 @@ import helpers
 import torch
 
 import pycomm
-from pycomm._runtime import rendezvous
 
 
 def pretend(node: str) -> None:
     """From now on this process behaves as a process of that node."""
-    real = rendezvous.node_identity
-    rendezvous.node_identity = lambda: f"{real()} {node}"
+    os.environ["PYCOMM_NODE"] = node
 
 
 def names(nodes: list[int] | str) -> str:
