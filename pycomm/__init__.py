@@ -4,7 +4,7 @@
 
     import pycomm
 
-    group = pycomm.init()  # torchrun's processes, or torch.distributed's default group
+    group = pycomm.init()  # a launcher's processes, or torch.distributed's default group
     pycomm.all_reduce(x, op="avg")
     pycomm.compressed_all_reduce(x, pycomm.Int8(), residual=state)
 """

@@ -275,7 +275,7 @@ def test_environment_variables_are_documented():
         )
     for path in [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]:
         assert "getenv" not in path.read_text(), path
-    assert read == {"PYCOMM_CUDA", "PYCOMM_LOG", "PYCOMM_STRICT"}
+    assert read == {"PYCOMM_CUDA", "PYCOMM_LOG", "PYCOMM_NODE", "PYCOMM_STRICT"}
 
 
 @pytest.mark.slow
