@@ -1,10 +1,9 @@
-"""Starts ranks: by torchrun, by mpirun, or as processes that this module spawns."""
+"""Ranks of benchmarks: started by torchrun, by mpirun, or as processes of this machine."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
-from torch.multiprocessing.spawn import spawn
 
 from pycomm._runtime import torch_distributed
 from pycomm._runtime.sockets import first_of_node
 from pycomm._runtime.threads import Deadline
+from pycomm.run import call_on_ranks
 
 LOOPBACK = first_of_node()
 
@@ -63,8 +62,7 @@ def run(
     """Calls ``body(*args)`` on every rank, with torch.distributed set up.
 
     Under torchrun or mpirun this process is one of the ranks already, and `ranks` has no effect.
-    Otherwise `ranks` processes are spawned, so `body` must be importable; if one raises, the
-    others are stopped and the exception is raised here.
+    Otherwise `ranks` processes are started, as by :func:`pycomm.launch`.
 
     Args:
         body: what to run.
@@ -74,54 +72,34 @@ def run(
         backend: torch.distributed's.
         device: ``"cuda"`` adds NCCL to Gloo, for CUDA tensors, if every rank has a GPU of its own.
     """
-    if under_torchrun():
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        _enter(store, rank, size, timeout, backend, device)
-        _call(body, args)
-    elif under_mpi():
-        _join_mpi(timeout, backend, device)
-        _call(body, args)
+    if under_torchrun() or under_mpi():
+        _run_rank(timeout, backend, device, body, args)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the children as they load OpenMP
-        store = host_store()
-        arguments = (ranks, store.port, timeout, backend, device, body, args)
-        # Daemons: they end when this process does. Ctrl-C is for this process alone.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            started = spawn(_spawned, arguments, ranks, join=False, daemon=True)  # type: ignore[no-untyped-call]
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        while not started.join():
-            pass
+        call_on_ranks(_run_rank, (timeout, backend, device, body, args), ranks, forward=False)
 
 
-def host_store() -> TCPStore:
-    """The store in which ranks of this machine meet, in this process."""
-    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-
-
-def _spawned(
-    rank: int,
-    ranks: int,
-    port: int,
+def _run_rank(
     timeout: float,
     backend: str,
     device: str,
     body: Callable[..., object],
     args: tuple[Any, ...],
 ) -> None:
-    join(TCPStore(LOOPBACK, port, is_master=False), rank, ranks, timeout, backend, device)
-    _call(body, args)
+    torch_distributed.launched()
+    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    _enter(store, rank, size, timeout, backend, device)
+    torch.set_num_threads(1)
+    try:
+        body(*args)
+        dist.barrier()  # no rank tears down what another still uses
+    finally:
+        dist.destroy_process_group()
 
 
-def _join_mpi(timeout: float, backend: str, device: str) -> None:
-    from mpi4py import MPI
-
-    rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    store = host_store() if rank == 0 else None
-    port = MPI.COMM_WORLD.bcast(store.port if store is not None else None)
-    store = store or TCPStore(LOOPBACK, port, is_master=False)
-    join(store, rank, ranks, timeout, backend, device)
+def host_store() -> TCPStore:
+    """The store in which ranks of this machine meet, in this process."""
+    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
 
 
 def join(
@@ -155,12 +133,3 @@ def _enter(store: Store, rank: int, ranks: int, timeout: float, backend: str, de
         return
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-
-
-def _call(body: Callable[..., object], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    try:
-        body(*args)
-        dist.barrier()  # no rank tears down what another still uses
-    finally:
-        dist.destroy_process_group()
