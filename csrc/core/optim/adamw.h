@@ -10,6 +10,7 @@
 // 28 bytes per element in fp32: p, m, v read and written, g read.
 #pragma once
 
+#include "core/optim/moderate.h"
 #include "core/optim/optimizer.h"
 
 namespace pycomm {
@@ -33,6 +34,17 @@ struct Moments {
   }
 
   PYCOMM_HD float direction(float m, float v) const { return factor * (m / (std::sqrt(v) + eps)); }
+
+  // The same, if all numbers are_moderate().
+  PYCOMM_HD float moderate_direction(float m, float v) const {
+    return factor * moderate_quotient(m, moderate_root(v) + eps);
+  }
+  template <std::size_t n>
+  PYCOMM_HD bool are_moderate(const float (&m)[n], const float (&v)[n]) const {
+    constexpr float most = kMostDivisor / 2;
+    return all_between(kLeastDividend, m, kMostDividend) &&
+           all_between(kLeastRooted, v, most * most) && eps <= most;
+  }
 };
 
 template <bool amsgrad>
@@ -49,14 +61,29 @@ struct AdamW {
         coupled(s.decoupled ? 0.0f : static_cast<float>(s.weight_decay)) {}
 
   PYCOMM_HD void operator()(float g, float& p, float& m, float& v, float& largest) const {
+    move(g, p, m, v, largest);
+    p = p * decay - moments.direction(m, amsgrad ? largest : v);
+  }
+
+  // The two halves of an update. Between them a GPU looks at all moments of a thread.
+  PYCOMM_HD void move(float g, float p, float& m, float& v, float& largest) const {
     g = coupled != 0.0f ? g + coupled * p : g;
     moments.move(g, m, v);
-    float divisor = v;
-    if constexpr (amsgrad) {
-      largest = v > largest || v != v ? v : largest;
-      divisor = largest;
+    if constexpr (amsgrad) largest = v > largest || v != v ? v : largest;
+  }
+  template <std::size_t n>
+  PYCOMM_HD void step(float (&p)[n], const float (&m)[n], const float (&v)[n],
+                      const float (&largest)[n]) const {
+    const float (&divisors)[n] = amsgrad ? largest : v;
+    if (moments.are_moderate(m, divisors)) {
+      for (std::size_t i = 0; i < n; ++i) {
+        p[i] = p[i] * decay - moments.moderate_direction(m[i], divisors[i]);
+      }
+    } else {
+      for (std::size_t i = 0; i < n; ++i) {
+        p[i] = p[i] * decay - moments.direction(m[i], divisors[i]);
+      }
     }
-    p = p * decay - moments.direction(m, divisor);
   }
 };
 

@@ -22,6 +22,7 @@
 #include <cmath>
 
 #include "core/codecs/int8.h"
+#include "core/optim/moderate.h"
 #include "core/optim/rounding.h"
 
 namespace pycomm {
@@ -53,10 +54,13 @@ PYCOMM_HD std::uint8_t encode_signed(float value, float inverse) {
   return static_cast<std::uint8_t>(value < 0.0f ? -q : q);
 }
 
+// The codes of smaller shares are 0 before they are rounded.
+PYCOMM_HD float at_least_tiny(float share) { return share > kLeastRooted ? share : kLeastRooted; }
+
 // Rounds stochastically, so that the expectation of the decoded value is the value.
 PYCOMM_HD std::uint8_t encode_signed(float value, float inverse, std::uint32_t random) {
   const float square = bit_cast<float>(magnitude(value)) * inverse * 16129.0f;  // of q
-  const auto root = static_cast<std::int32_t>(std::sqrt(square));
+  const auto root = static_cast<std::int32_t>(moderate_root(at_least_tiny(square)));
   const std::int32_t below = root < 126 ? root : 126;
   const auto q = static_cast<float>(below);
   const std::int32_t code = below + rounds_up(square - q * q, q + q + 1.0f, random);
@@ -65,7 +69,7 @@ PYCOMM_HD std::uint8_t encode_signed(float value, float inverse, std::uint32_t r
 
 PYCOMM_HD float decode_signed(std::uint8_t code, float largest) {
   const float q = static_cast<float>(static_cast<std::int8_t>(code)) * (1.0f / 127.0f);
-  return q * (q < 0.0f ? -q : q) * largest;
+  return q * std::fabs(q) * largest;
 }
 
 PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse) {
@@ -83,7 +87,8 @@ PYCOMM_HD float share_of(std::int32_t q) {
 // Rounds stochastically, so that the expectation of the decoded value is the value.
 PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse, std::uint32_t random) {
   const float share = value * inverse;
-  const auto root = static_cast<std::int32_t>(std::sqrt(std::sqrt(share)) * 255.0f);
+  const float fourth_root = moderate_root(moderate_root(at_least_tiny(share)));
+  const auto root = static_cast<std::int32_t>(fourth_root * 255.0f);
   const std::int32_t below = root < 254 ? root : 254;
   const float nearest = share_of(below);
   const std::int32_t q = below + rounds_up(share - nearest, share_of(below + 1) - nearest, random);

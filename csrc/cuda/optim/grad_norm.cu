@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kStepThreads, kGradNormBlocks)
   const auto within = trees_within<1>(table), over = trees_over<1>(table);
   visit_pieces<kSumsAtOnce>(table, 0, table.segments, [&](const SumPiece& piece) {
     double sum[] = {grad_squares(table.segment(piece.segment), piece)};
-    if (!within.climb(piece.first, piece.segment, piece.number, piece.count, piece.sums, sum) ||
-        !over.climb(0, 0, piece.segment, 1, table.segments, sum) || lane() != 0) {
+    if (!within.climb(piece, sum) || !over.climb(0, 0, piece.segment, table.segments, sum) ||
+        lane() != 0) {
       return;
     }
     if (launch.pass.sets_found) *control.found_inf = 0.0f;

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kStepThreads, kLambRatioBlocks)
     }
     double sum[2];
     lamb_sums(segment, piece.number, lamb, scale, sum);
-    if (within.climb(piece.first, piece.segment, piece.number, 1, piece.sums, sum) && lane() == 0) {
+    if (within.climb(piece, sum) && lane() == 0) {
       table.ratios()[piece.segment] = lamb_ratio(sum[0], sum[1]);
     }
   });

@@ -173,10 +173,9 @@ __device__ inline float decode(int number, std::uint8_t code, float largest) {
   return number > 0 ? decode_unsigned(code, largest) : decode_signed(code, largest);
 }
 
-// If all values are zero, or one is not finite, the inverse is zero, and so are all codes.
+// Not for an inverse of zero: if all values are zero, or one is not finite, all codes are zero.
 __device__ inline std::uint8_t encode(int number, float value, float inverse, const Dice& dice,
                                       int i) {
-  if (inverse == 0.0f) return 0;
   const std::uint32_t random = dice(role_of(number), i);
   return number > 0 ? encode_unsigned(value, inverse, random)
                     : encode_signed(value, inverse, random);
@@ -216,6 +215,7 @@ struct CodedState {
     for (int i = 0; i < kEight; ++i) {
       codes[i] = encode(number, values[i], scale.inverse, dice, i);
     }
+    if (scale.inverse == 0.0f) codes = {};
     store_eight(static_cast<std::uint8_t*>(s.state[number]) + at, codes);
   }
 };
@@ -366,8 +366,9 @@ struct AnyState {
     if (storage == Storage::code8) {
       const State8Scale scale = scale_of(values, left);
       store_largest(s, number, at, scale);
-      store_as<std::uint8_t>(
-          data, at, left, [&](int i) { return encode(number, values[i], scale.inverse, dice, i); });
+      store_as<std::uint8_t>(data, at, left, [&](int i) -> std::uint8_t {
+        return scale.inverse == 0.0f ? 0 : encode(number, values[i], scale.inverse, dice, i);
+      });
     } else if (storage == Storage::f16 && number > 0) {
       store_as<Half>(data, at, left,
                      [&](int i) { return store_root(values[i], dice(Role::second_moment, i)); });

@@ -71,7 +71,7 @@ class ShardedStepComm {
     const StepHeader& header = table_.header();
     meet_lanes();
     for_nodes<1>([&](std::int64_t s, double (&sum)[1]) {
-      if (!over<1>().climb(0, 0, s, 1, header.shards, sum) || lane() != 0) return;
+      if (!over<1>().climb(0, 0, s, header.shards, sum) || lane() != 0) return;
       *header.norm = conclude(sum[0], header.max_norm, header.control);
     });
     meet_lanes();
@@ -238,7 +238,7 @@ class ShardedStepComm {
         sum[k] = sum_by_warp(rest < kSumBlock ? rest : kSumBlock,
                              [from](std::int64_t i) { return from[i]; });
       }
-      if (within.climb(row.first_node, s, number, 1, nodes_of(leaves), sum)) visit(s, sum);
+      if (within.climb(row.first_node, s, number, nodes_of(leaves), sum)) visit(s, sum);
     }
   }
   template <int kSums>
@@ -336,9 +336,9 @@ class ShardedStepComm {
   __device__ void update_chunks(const ShardRow& row, std::int64_t first, std::int64_t last) const {
     enter<Element>(row, table_.ratios() + (&row - table_.shards()));
     const SegmentCursor& cursor = state().cursor;
-    const std::uint64_t seed = group_of(row).settings.seed;
+    RunKeys keys(group_of(row).settings.seed, kRun);
     for_runs(first, last, cursor.segment.count, [&](std::int64_t at, int left) {
-      cuda::update(cursor, element<Element>(), seed, gradients(row.shard, at, left), at);
+      cuda::update(cursor, element<Element>(), keys, gradients(row.shard, at, left), at);
       if (cursor.segment.param_storage == Storage::f32) {
         publish(static_cast<std::uint32_t*>(cursor.segment.param) + at, left);
       } else {

@@ -33,7 +33,6 @@ struct SegmentCursor {
   float scale;  // of gradients
   Form weights;
   Storage states;  // of all states; unused for Form::any
-  bool random;     // true if states or weights are rounded at random
   bool weights_at_random;
 };
 
@@ -66,13 +65,6 @@ __device__ inline bool same_states(const Segment& s, int states) {
   return true;
 }
 
-__device__ inline bool narrow_states(const Segment& s, int states) {
-  for (int i = 0; i < states; ++i) {
-    if (s.state_storage[i] != Storage::f32) return true;
-  }
-  return false;
-}
-
 // Called by one thread once the segment is loaded.
 __device__ inline void look_around(SegmentCursor& cursor, int states, bool stochastic) {
   const Segment& segment = cursor.segment;
@@ -82,12 +74,45 @@ __device__ inline void look_around(SegmentCursor& cursor, int states, bool stoch
   cursor.states = segment.state_storage[0];
   const bool bare = segment.master_storage == Storage::none;
   cursor.weights_at_random = stochastic && bare && segment.param_storage == Storage::bf16;
-  cursor.random = cursor.weights_at_random || narrow_states(segment, states);
 }
+
+// The random keys of a warp's runs in a segment, which lie `stride` elements apart. A key takes 70
+// instructions, so each lane makes the key of another run to come.
+class RunKeys {
+ public:
+  __device__ RunKeys(std::uint64_t seed, std::int64_t stride) : seed_(seed), stride_(stride) {}
+
+  // The key of the run at `at`, and its place among the runs that share the key. Called by all
+  // threads of the warp, for one run after the other.
+  __device__ Dice operator()(const SegmentCursor& cursor, std::int64_t at) {
+    const Segment& segment = cursor.segment;
+    if (next_ == 32) {
+      const Random random{seed_, static_cast<std::uint32_t>(cursor.step),
+                          static_cast<std::uint32_t>(segment.stream)};
+      mine_ = MixedBits(random, segment.first + at + lane() * stride_);
+      next_ = 0;
+    }
+    MixedBits bits;
+    bits.first = __shfl_sync(0xffffffffu, mine_.first, next_);
+    bits.second = __shfl_sync(0xffffffffu, mine_.second, next_);
+    ++next_;
+    return {bits, static_cast<int>(at % kMixedRun), cursor.weights_at_random};
+  }
+
+ private:
+  const std::uint64_t seed_;
+  const std::int64_t stride_;
+  MixedBits mine_;
+  int next_ = 32;  // the lane that has the next run's key
+};
+
+// True if an update has two halves, move() and step().
+template <class Element>
+inline constexpr bool kInHalves = requires { &Element::move; };
 
 // A run of `left` elements, whose gradients lie at `grads`.
 template <class Weights, class State, class Element>
-__device__ void update_run(const SegmentCursor& cursor, const Element& element, std::uint64_t seed,
+__device__ void update_run(const SegmentCursor& cursor, const Element& element, RunKeys& keys,
                            const void* grads, std::int64_t at, int left) {
   constexpr int n_states = Element::kStates;
   const Segment& segment = cursor.segment;
@@ -97,21 +122,27 @@ __device__ void update_run(const SegmentCursor& cursor, const Element& element, 
 #pragma unroll
   for (int s = 0; s < n_states; ++s) states[s].load(segment, s, at, left);
   Dice dice;
-  if ((Weights::kRandom || (n_states > 0 && State::kRandom)) && cursor.random) {
-    const Random random{seed, static_cast<std::uint32_t>(cursor.step),
-                        static_cast<std::uint32_t>(segment.stream)};
-    dice = {MixedBits(random, segment.first + at), static_cast<int>(at % kMixedRun),
-            cursor.weights_at_random};
-  }
+  constexpr bool states_at_random = n_states > 0 && State::kRandom;
+  if (states_at_random || (Weights::kRandom && cursor.weights_at_random)) dice = keys(cursor, at);
+  float weight[kEight], value[kMostStates][kEight] = {};
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
-    float weight = weights.weight(i), value[kMostStates] = {};
+    weight[i] = weights.weight(i);
 #pragma unroll
-    for (int s = 0; s < n_states; ++s) value[s] = states[s].value(s, i);
-    element(weights.gradient(i) * cursor.scale, weight, value[0], value[1], value[2]);
-    weights.set(i, weight, dice);
+    for (int s = 0; s < n_states; ++s) value[s][i] = states[s].value(s, i);
+    const float g = weights.gradient(i) * cursor.scale;
+    if constexpr (kInHalves<Element>) {
+      element.move(g, weight[i], value[0][i], value[1][i], value[2][i]);
+    } else {
+      element(g, weight[i], value[0][i], value[1][i], value[2][i]);
+    }
+  }
+  if constexpr (kInHalves<Element>) element.step(weight, value[0], value[1], value[2]);
 #pragma unroll
-    for (int s = 0; s < n_states; ++s) states[s].set(s, i, value[s], dice);
+  for (int i = 0; i < kEight; ++i) {
+    weights.set(i, weight[i], dice);
+#pragma unroll
+    for (int s = 0; s < n_states; ++s) states[s].set(s, i, value[s][i], dice);
   }
   weights.store(segment, at, left, dice);
 #pragma unroll
@@ -119,8 +150,7 @@ __device__ void update_run(const SegmentCursor& cursor, const Element& element, 
 }
 
 template <class Weights, class Element, class... Rest>
-__device__ void update_form(const SegmentCursor& cursor, const Element& element,
-                            const Rest&... rest) {
+__device__ void update_form(const SegmentCursor& cursor, const Element& element, Rest&&... rest) {
   if constexpr (Element::kStates > 0) {
     if (cursor.states == Storage::bf16) {
       return update_run<Weights, PlainState<BFloat16>>(cursor, element, rest...);
@@ -134,22 +164,22 @@ __device__ void update_form(const SegmentCursor& cursor, const Element& element,
 
 // The run that begins at element `at`. Called by all threads of a warp.
 template <class Element>
-__device__ void update(const SegmentCursor& cursor, const Element& element, std::uint64_t seed,
+__device__ void update(const SegmentCursor& cursor, const Element& element, RunKeys& keys,
                        const void* grads, std::int64_t at) {
   const std::int64_t rest = cursor.segment.count - at;
   if (rest <= 0) return;
   const int left = static_cast<int>(rest < kRun ? rest : kRun);
   switch (left < kRun ? Form::any : cursor.weights) {
     case Form::any:
-      return update_run<AnyWeights<>, AnyState<>>(cursor, element, seed, grads, at, left);
+      return update_run<AnyWeights<>, AnyState<>>(cursor, element, keys, grads, at, left);
     case Form::fp32:
-      return update_form<PlainWeights<float>>(cursor, element, seed, grads, at, left);
+      return update_form<PlainWeights<float>>(cursor, element, keys, grads, at, left);
     case Form::bf16:
-      return update_form<PlainWeights<BFloat16>>(cursor, element, seed, grads, at, left);
+      return update_form<PlainWeights<BFloat16>>(cursor, element, keys, grads, at, left);
     case Form::split:
-      return update_form<SplitWeights>(cursor, element, seed, grads, at, left);
+      return update_form<SplitWeights>(cursor, element, keys, grads, at, left);
     case Form::master:
-      return update_form<MasterWeights>(cursor, element, seed, grads, at, left);
+      return update_form<MasterWeights>(cursor, element, keys, grads, at, left);
   }
 }
 
@@ -214,9 +244,10 @@ __global__ void __launch_bounds__(kStepThreads, step_blocks(Element::kStates))
   auto tile = static_cast<std::int32_t>(table.first_tile(params.first) + blockIdx.x);
   do {
     enter<Element>(launch, tile, cursor, element);
+    RunKeys keys(params.settings.seed, gridDim.x * kTile);
     for (; tile < cursor.end; tile += static_cast<std::int32_t>(gridDim.x)) {
       const std::int64_t at = (tile - cursor.begin) * kTile + threadIdx.x / 32 * kRun;
-      update(cursor, *reinterpret_cast<const Element*>(element), params.settings.seed,
+      update(cursor, *reinterpret_cast<const Element*>(element), keys,
              static_cast<const std::byte*>(cursor.segment.grad) + at * cursor.grad_size, at);
     }
   } while (tile < table.first_tile(params.first + params.count));

@@ -27,6 +27,17 @@ __device__ double sum_by_warp(std::int64_t n, const Term& term) {
   return sum;
 }
 
+// Neighbouring sums of a segment that are terms of one sum.
+struct SumPiece {
+  std::int32_t segment;
+  std::int32_t first;   // the first leaf of the segment's trees
+  std::int32_t sums;    // of the segment
+  std::int32_t number;  // of the piece's first sum, in the segment
+  std::int32_t count;
+  std::int32_t before;  // terms of the same sum that the warp has visited before
+  bool last;            // the warp visits no more of them
+};
+
 // Trees that add up `kSums` numbers at once.
 template <int kSums>
 struct Trees {
@@ -34,12 +45,19 @@ struct Trees {
   double* terms;
   std::uint32_t* tickets;
 
+  // A warp brings its piece of a segment's terms: lane l holds the l-th. As climb() below.
+  __device__ bool climb(const SumPiece& piece, double (&sum)[kSums]) const {
+    return climb(piece.first, piece.segment, piece.number, piece.sums, sum, piece.count,
+                 piece.last ? piece.before + piece.count : 0);
+  }
+
   // A warp brings `count` of n terms of the tree whose leaves begin at `first`: lane l holds term
-  // i + l. They are terms of one sum. Returns true in exactly one warp: there `sum` is then the whole
-  // tree's sum, in lane 0.
-  __device__ bool climb(std::int64_t first, std::int64_t tree, std::int64_t i, int count,
-                        std::int64_t n, double (&sum)[kSums]) const {
-    for (int level = 0; n > 1; ++level, count = 1) {
+  // i + l. They are terms of one sum, of which the warp has brought `brought` now; 0 if it brings more
+  // of them later. Returns true in exactly one warp: there `sum` is then the whole tree's sum, in
+  // lane 0.
+  __device__ bool climb(std::int64_t first, std::int64_t tree, std::int64_t i, std::int64_t n,
+                        double (&sum)[kSums], int count = 1, int brought = 1) const {
+    for (int level = 0; n > 1; ++level, count = brought = 1) {
       double* const row = terms + kSums * forest.place(level, first, tree);
       const std::int64_t parent = i / kSumBlock, left = n - parent * kSumBlock;
       const std::int64_t size = left < kSumBlock ? left : kSumBlock;
@@ -48,8 +66,9 @@ struct Trees {
       if (lane() < count) {
         for (int k = 0; k < kSums; ++k) row[(i + lane()) * kSums + k] = sum[k];
       }
+      if (brought == 0) return false;
       __syncwarp();
-      const bool last = lane() == 0 && take_ticket(ticket, count, size);
+      const bool last = lane() == 0 && take_ticket(ticket, brought, size);
       if (!__any_sync(0xffffffffu, last)) return false;
       __syncwarp();  // unlike the vote, it orders memory: first lane 0's ticket, then all lanes' loads
       const volatile double* const block = row + parent * kSumBlock * kSums;
@@ -75,40 +94,40 @@ __device__ Trees<kSums> trees_over(const Table& table) {
           table.step_ticket() + 1 + forest.tickets()};
 }
 
-// Neighbouring sums of a segment that are terms of one sum.
-struct SumPiece {
-  std::int64_t segment, first;  // its trees' first leaf
-  std::int64_t number;          // of the first sum, in the segment
-  int count;
-  std::int64_t sums;  // of the segment
-};
-
 // Calls visit(piece) for this warp's sums of the segments [first, last), at most kMost at a time.
-// Called by all threads of the warp.
+// Warps take equal ranges, so that each counts its terms of a sum once (Trees): a fence costs as much as
+// the loads of thousands of elements. Called by all threads of the warp.
 template <int kMost, class Visit>
 __device__ void visit_pieces(const Table& table, std::int64_t first, std::int64_t last,
                              const Visit& visit) {
-  const std::int64_t stop = table.first_tile(last) * kTileSums;
+  const auto slot_of = [&](std::int64_t segment) {  // 32 bits leave registers for loads
+    return static_cast<std::int32_t>(table.first_tile(segment) * kTileSums);
+  };
+  const std::int32_t start = slot_of(first);
+  const std::int64_t slots = slot_of(last) - start;
+  const std::int64_t warps = gridDim.x * kSumWarps;
   const std::int64_t warp = blockIdx.x * kSumWarps + threadIdx.x / 32;
-  std::int64_t at = table.first_tile(first) * kTileSums + warp * kMost, end = 0;
+  const auto stop = start + static_cast<std::int32_t>(slots * (warp + 1) / warps);
+  std::int32_t end = 0;  // of the segment
   SumPiece piece{};
-  for (; at < stop; at += gridDim.x * kSumWarps * kMost) {
-    const std::int64_t batch_end = std::min(at + kMost, stop);
-    for (std::int64_t from = at; from < batch_end;) {
-      if (from >= end) {
-        const std::int64_t s = table.segment_at(from / kTileSums, first, last);
-        const std::int64_t elements = table.segment(s).count;
-        end = table.first_tile(s + 1) * kTileSums;
-        piece = {s, table.first_tile(s) * kTileSums, 0, 0,
-                 elements == 0 ? 1 : sum_blocks(elements)};
-      }
-      piece.number = from - piece.first;
-      const std::int64_t parent_end = round_up(piece.number + 1, kSumBlock);
-      const std::int64_t piece_end = piece.first + std::min(piece.sums, parent_end);
-      piece.count = static_cast<int>(std::min(batch_end, piece_end) - from);
-      if (piece.count > 0) visit(piece);
-      from += piece.count > 0 ? piece.count : 1;  // a segment's last slot may be empty
+  for (auto from = start + static_cast<std::int32_t>(slots * warp / warps); from < stop;) {
+    if (from >= end) {
+      const std::int64_t s = table.segment_at(from / kTileSums, first, last);
+      const std::int64_t elements = table.segment(s).count;
+      end = slot_of(s + 1);
+      piece.segment = static_cast<std::int32_t>(s);
+      piece.first = slot_of(s);
+      piece.sums = elements == 0 ? 1 : static_cast<std::int32_t>(sum_blocks(elements));
     }
+    piece.number = from - piece.first;
+    constexpr auto terms = static_cast<std::int32_t>(kSumBlock);
+    const std::int32_t sum_end = std::min(piece.sums, piece.number / terms * terms + terms);
+    const std::int32_t stays = std::min(stop - from, sum_end - piece.number);
+    piece.count = std::min(kMost, stays);
+    piece.last = piece.count == stays;
+    if (piece.count > 0) visit(piece);
+    piece.before = piece.last ? 0 : piece.before + piece.count;
+    from += std::max(piece.count, 1);  // a segment's last slot may be empty
   }
 }
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <random>
 #include <thread>
 
 #include "core/optim/root_half.h"
@@ -347,6 +348,45 @@ void sums_of_squares_tell_what_is_finite() {
   }
 }
 
+// A float some units of its last place further.
+float moved(float value, int units) {
+  return bit_cast<float>(bit_cast<std::uint32_t>(value) + static_cast<std::uint32_t>(units));
+}
+
+// What GPUs compute in place of sqrt() and division. Divisors may be approximated a unit off.
+void moderate_numbers_round_as_all_numbers() {
+  std::mt19937 random(0);
+  const auto between = [&](float least, float most) {
+    const auto first = bit_cast<std::uint32_t>(least), last = bit_cast<std::uint32_t>(most);
+    return bit_cast<float>(std::uniform_int_distribution<std::uint32_t>(first, last)(random));
+  };
+  for (int i = 0; i < 2'000'000 / kEvery; ++i) {
+    const float x = between(kLeastRooted, kLargest);
+    const auto inverse = static_cast<float>(1.0 / std::sqrt(static_cast<double>(x)));
+    PYCOMM_CHECK(refined_root(x, inverse) == std::sqrt(x), "root of " + text(x));
+    const float dividend = between(kLeastDividend, kMostDividend);
+    const float divisor = between(kLeastDivisor, kMostDivisor);
+    for (int units = -1; units <= 1; ++units) {
+      PYCOMM_CHECK(
+          refined_quotient(dividend, divisor, moved(1.0f / divisor, units)) == dividend / divisor,
+          text(dividend) + " / " + text(divisor));
+    }
+  }
+}
+
+void moderate_numbers_are_told_apart() {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const float good : {2.0f, -2.0f, 3.0f, -5.0f}) {
+    PYCOMM_CHECK(all_between(2.0f, {3.0f, good, 4.0f}, 5.0f), "between");
+  }
+  for (const float bad : {0.0f, -0.0f, 1e-40f, moved(2.0f, -1), moved(5.0f, 1), -6.0f, infinity,
+                          -infinity, nan, -nan}) {
+    PYCOMM_CHECK(!all_between(2.0f, {bad, 3.0f, 4.0f}, 5.0f), "first: " + text(bad));
+    PYCOMM_CHECK(!all_between(2.0f, {3.0f, 4.0f, bad}, 5.0f), "last: " + text(bad));
+  }
+}
+
 }  // namespace
 }  // namespace pycomm::test
 
@@ -361,6 +401,8 @@ int main() {
       {"codes are fixed points", codes_are_fixed_points},
       {"scales", scales},
       {"errors of codes", errors_of_codes},
+      {"moderate numbers round as all numbers", moderate_numbers_round_as_all_numbers},
+      {"moderate numbers are told apart", moderate_numbers_are_told_apart},
       {"powers", powers},
       {"LAMB stays finite", lamb_stays_finite},
       {"sums", sums},

@@ -1,0 +1,72 @@
+// Square roots and quotients of moderate numbers, rounded to nearest as those of all numbers are.
+//
+// A GPU approximates 1 / sqrt(x) or 1 / y, and refines the result (Markstein 1990, "Computation of
+// elementary functions on the IBM RISC System/6000 processor"). sqrt() and division are the same
+// instructions, behind a test of the range and a call for all other numbers: twice as many. A thread
+// that tests its numbers together, or knows their range, can do without.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/codecs/scale.h"
+#include "core/reduce.h"
+
+namespace pycomm {
+
+// From there on, no number on the way to a root is subnormal.
+inline constexpr float kLeastRooted = 0x1p-101f;
+// Quotients of such numbers, and what is left of the dividend, are neither subnormal nor infinite.
+inline constexpr float kLeastDividend = 0x1p-75f, kMostDividend = 0x1p60f;
+inline constexpr float kLeastDivisor = 0x1p-51f, kMostDivisor = 0x1p31f;
+
+// The root of x, from an approximation of 1 / root. It is sqrt(x) for the approximations of GPUs, on
+// which their sqrt() relies, too; for a few numbers it is not if another one is off by a unit.
+PYCOMM_HD float refined_root(float x, float inverse) {
+  const float root = x * inverse;
+  return std::fma(std::fma(-root, root, x), 0.5f * inverse, root);
+}
+
+// x / y, from an approximation of 1 / y that is off by at most one unit of its last place.
+PYCOMM_HD float refined_quotient(float x, float y, float inverse) {
+  inverse = std::fma(inverse, std::fma(-y, inverse, 1.0f), inverse);
+  const float quotient = x * inverse;
+  return std::fma(inverse, std::fma(-y, quotient, x), quotient);
+}
+
+// The square root of a number from kLeastRooted to the largest finite one.
+PYCOMM_HD float moderate_root(float x) {
+#if defined(__CUDA_ARCH__)
+  float inverse;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return refined_root(x, inverse);
+#else
+  return std::sqrt(x);
+#endif
+}
+
+// x / y, for magnitudes of x from kLeastDividend to kMostDividend, and y from kLeastDivisor to
+// kMostDivisor.
+PYCOMM_HD float moderate_quotient(float x, float y) {
+#if defined(__CUDA_ARCH__)
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(y));
+  return refined_quotient(x, y, inverse);
+#else
+  return x / y;
+#endif
+}
+
+// True if the magnitudes of all numbers lie in a range.
+template <std::size_t n>
+PYCOMM_HD bool all_between(float least, const float (&values)[n], float most) {
+  std::uint32_t smallest = magnitude(values[0]), largest = smallest;
+  for (std::size_t i = 1; i < n; ++i) {
+    const std::uint32_t size = magnitude(values[i]);
+    smallest = size < smallest ? size : smallest;
+    largest = size > largest ? size : largest;
+  }
+  return smallest >= bit_cast<std::uint32_t>(least) && largest <= bit_cast<std::uint32_t>(most);
+}
+
+}  // namespace pycomm
