@@ -58,7 +58,7 @@ FEATURES: dict[str, tuple[str, Callable[[Job], None]]] = {
     "`compression=Int8()`": ("compression", _set(compression=pycomm.Int8())),
     "`compression=TopK()`": ("compression", _set(compression=pycomm.TopK(0.1))),
     '`algorithm="ring"`': ("algorithm", _set(algorithm="ring")),
-    "`LocalSGDState`": ("algorithm", _set(local_sgd=True)),
+    "`LocalSGDState`": ("local", _set(local_sgd=True)),
     '`shard="optimizer"`': ("shard", _set(shard="optimizer")),
     '`shard="gradients"`': ("shard", _set(shard="gradients")),
     "`Sharding(replicas=2)`": ("shard", _set(shard=pycomm.Sharding("optimizer", replicas=2))),
@@ -84,9 +84,8 @@ def train(job: Job, group: pycomm.Group) -> list[torch.Tensor]:
     scaler = pycomm.optim.GradScaler("cpu", init_scale=8.0) if job.scales else None
     named = list(module.named_parameters())
     if job.local_sgd:
-        state: Any = pycomm.hooks.LocalSGDState(
-            named, optimizer, period=2, compression=job.compression, group=group
-        )
+        common = {"compression": job.compression, "algorithm": job.algorithm, "group": group}
+        state: Any = pycomm.hooks.LocalSGDState(named, optimizer, period=2, **common)
     else:
         state = pycomm.hooks.CommState(
             job.compression, named, group=group, grad_scaler=scaler, algorithm=job.algorithm
