@@ -199,6 +199,20 @@ def meeting_of_lanes(without=None):
     return protocol
 
 
+def rank_that_has_left(without=None):
+    """BlockComm::poll(): a rank that has come and then left is not reported as dead."""
+    protocol = Protocol(without)
+    left, host, waiting = (protocol.program.thread(gpu=number) for number in range(3))
+    left.store("signal", 1, SYSTEM)
+    left.store("left", 1, SYSTEM, order="release")  # as its process ends
+    protocol.given[host.load("left", SYSTEM, order="acquire")] = {1}
+    host.store("gone", 1, SYSTEM, order="release" if protocol.has("host's release") else "relaxed")
+    order = "acquire" if protocol.has("acquire") else "relaxed"
+    protocol.given[waiting.load("gone", SYSTEM, order=order)] = {1}
+    protocol.expect(waiting.load("signal", SYSTEM), 1)
+    return protocol
+
+
 def entering_peers_heaps(without=None):
     """The lane sees the abort, or the host sees the lane inside."""
     protocol = Protocol(without)
@@ -234,6 +248,7 @@ PARTS = [
     (packet_with_clear, EXCHANGE),
     (announcement_parity, ("operation 2",)),
     (slot_reuse, (*EXCHANGE, "rotation of slots")),
+    (rank_that_has_left, ("acquire", "host's release")),
     (tickets_of_sums, ("fence before the ticket", "fence after the ticket", "warp barrier")),
     (
         meeting_of_lanes,
