@@ -8,6 +8,7 @@
     python examples/train_lm.py --compression topk:0.03:values=int8 --error-reset
     python examples/train_lm.py --autocast float16 --grad-scaler --accumulate 2 --recompute
     python examples/train_lm.py --device cuda --mode graph --compression int8 --compile
+    torchrun --nproc-per-node 2 examples/train_lm.py --save out/model.pt  # also if SIGTERM ends it
 
 `parallelise` makes the model data-parallel, with torch's DistributedDataParallel and one of
 pycomm's hooks, or with pycomm's own wrapper. The training loop is the same for both. With ``--mode
@@ -20,6 +21,7 @@ import argparse
 import contextlib
 import hashlib
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -148,6 +150,7 @@ class Settings:
         mode: ``"ddp"``, ``"wrapper"`` or ``"graph"``.
         steps: number of steps.
         trace: file for a trace of the last steps.
+        save: file for the model after the last step, also if a signal asks to stop before.
         shard: the wrapper's option: ``"optimizer"``, ``"gradients"`` or None.
         error_reset: compress each rank's update instead of its gradients
             (docs/how-to/data-parallel.md).
@@ -164,6 +167,7 @@ class Settings:
     mode: str = "ddp"
     steps: int = 1500
     trace: str | None = None
+    save: str | None = None
     shard: str | None = None
     error_reset: bool = False
     device: str = "cpu"
@@ -187,7 +191,7 @@ class Run:
     """Results of a training. Losses are means over all ranks; the rest is this rank's.
 
     Attributes:
-        losses: the mean of every `TALK_EVERY` steps.
+        losses: the mean of every `TALK_EVERY` steps; the last one may have fewer.
         steps: the number of steps.
         seconds: the total time.
         step_ms: the time of the median step.
@@ -376,16 +380,25 @@ class Log:
         self._exchanging += sum(end - begin for _, begin, end in self._state.intervals())
         self._recent += loss
         self._stamps.append(time.perf_counter())
-        step = len(self._stamps) - 1
-        if step % TALK_EVERY == 0:
-            pycomm.all_reduce(self._recent, "avg", group=self._group)
-            self._losses.append(self._recent.item() / TALK_EVERY)
-            tokens = step * self._tokens
-            self._screen.show(step, self._losses[-1], tokens / self._seconds)
-            self._recent.zero_()
+        if self.steps % TALK_EVERY == 0:
+            self._show(TALK_EVERY)
+
+    @property
+    def steps(self) -> int:
+        """The steps so far."""
+        return len(self._stamps) - 1
+
+    def _show(self, recent: int) -> None:
+        """Shows the mean loss of the last `recent` steps."""
+        pycomm.all_reduce(self._recent, "avg", group=self._group)
+        self._losses.append(self._recent.item() / recent)
+        self._screen.show(self.steps, self._losses[-1], self.steps * self._tokens / self._seconds)
+        self._recent.zero_()
 
     def close(self, memory: pycomm.memory.MemoryReport, digest: str) -> Run:
         """Returns the results."""
+        if rest := self.steps % TALK_EVERY:
+            self._show(rest)
         self._screen.close()
         steps = [after - before for before, after in pairwise(self._stamps)]
         step_ms, exchange_ms = statistics.median(steps), self._exchanging / len(steps)
@@ -457,9 +470,13 @@ def train(settings: Settings, group: pycomm.Group) -> Run:
             log.add(take_step(draw()).cpu())
             if trace is not None:
                 trace.step()
+            if settings.save and group.stop_requested((signal.SIGTERM, signal.SIGUSR1)):
+                break
     with contextlib.ExitStack() as shown:
         if isinstance(state, hooks.LocalSGDState):  # apart from the outer ones, parameters differ
             shown.enter_context(state.outer_parameters())
+        if settings.save and group.rank == 0:
+            torch.save({"steps": log.steps, "model": module.state_dict()}, settings.save)
         return log.close(pycomm.memory_report(model, optimizer), check_same(model, group))
 
 
@@ -503,6 +520,8 @@ def run_rank(settings: Settings, plot: str) -> None:
         print(summarise(run, settings, group.size))
         draw_losses(plot, {settings.name: run.losses}, TALK_EVERY)
         print(f"drawn in {plot}")
+        if settings.save:
+            print(f"step {run.steps} is in {settings.save}")
         if settings.trace:
             print(f"the last {TRACED} steps are in {settings.trace}, for https://ui.perfetto.dev")
 
@@ -535,6 +554,7 @@ def main() -> None:
     add("--accumulate", type=count, default=1, help="batches in a step (default 1)")
     add("--recompute", action="store_true", help="activations, instead of keeping them")
     add("--compile", action="store_true", help="the model, with torch.compile")
+    add("--save", help="a file for the model after the last step, or after SIGTERM or SIGUSR1")
     add("--trace", help=f"writes a trace of the last {TRACED} steps")
     arguments = parser.parse_args()
     check(parser, arguments)
@@ -546,10 +566,6 @@ def main() -> None:
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """Exits with a message if options do not fit together."""
     device_of(given.device, 0)
-    if given.steps < TALK_EVERY:
-        parser.error(f"--steps must be at least {TALK_EVERY}")
-    if given.accumulate < 1:
-        parser.error("--accumulate must be at least 1")
     if given.shard and given.mode != "wrapper":
         parser.error("--shard needs --mode wrapper")
     if given.error_reset and (given.mode != "ddp" or given.compression == "none"):

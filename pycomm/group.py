@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -387,6 +388,32 @@ class Group:
             torch.cuda.synchronize(self._cuda.device)
             self._cuda.check()
         return self._core.should_commit(ready)
+
+    def stop_requested(self, signals: Sequence[int] = (signal.SIGTERM,)) -> bool:
+        """Tells whether a rank has been asked to stop, by a signal; a collective call.
+
+        Clouds, SLURM and torchrun send SIGTERM some time before they kill. Call this once per step:
+        all ranks get the same answer in the same call, so they can save the same step and leave.
+
+        The first call catches the signals, which then no longer end this process. A handler that
+        the program had installed before still runs. Before the first call, and if the program
+        installs a handler later, signals do what they did.
+
+        Args:
+            signals: the signals, such as ``(signal.SIGTERM, signal.SIGUSR1)``.
+
+        Returns:
+            True if the process of any rank has got one of the signals since it catches them; then
+            also in all later calls, and in groups that this one becomes.
+
+        Raises:
+            RuntimeError: the first call in this process is not in its main thread. Ranks of a
+                LocalWorld that runs in the main thread may make it.
+            pycomm.CollectiveError: as for :func:`pycomm.all_reduce`.
+        """
+        from pycomm._runtime.stop_signals import stop_requested
+
+        return stop_requested(self, signals)
 
     def shrink(
         self, timeout: float | timedelta | None = None, *, exclude: Sequence[int] = ()

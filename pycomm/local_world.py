@@ -8,7 +8,7 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from pycomm._runtime.cuda import LocalDevices
 from pycomm._runtime.lifetime import Nodes
 from pycomm._runtime.rendezvous import slice_bytes
 from pycomm._runtime.sockets import first_of_node
+from pycomm._runtime.stop_signals import rank_thread
 from pycomm._runtime.threads import start_thread
 from pycomm._runtime.turns import (
     RandomState,
@@ -162,9 +163,10 @@ class LocalWorld:
         results: list[Any] = [None] * size
         errors: list[BaseException] = []
         lock = threading.Lock()
-        ended: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[int | Callable[[], None] | None] = queue.SimpleQueue()
 
         def body(rank: int) -> None:
+            rank_thread.let_call = ended.put
             with sharing_generators(size) if turns is None else turns.of(rank):
                 try:
                     # Until torch has looked up its number of threads in a new thread, OpenMP takes
@@ -194,12 +196,21 @@ class LocalWorld:
             raise errors[0]
         return results
 
-    def _watch(self, ended: queue.SimpleQueue[int | None], turns: Turns | None) -> None:
-        """Until all functions have ended, ends waits for ranks whose function has returned."""
+    def _watch(
+        self, ended: queue.SimpleQueue[int | Callable[[], None] | None], turns: Turns | None
+    ) -> None:
+        """Until all functions have ended, ends waits for ranks whose function has returned.
+
+        What ranks cannot call in their own thread, this thread calls for them.
+        """
         seen: list[int | None] = []  # None: the rank has raised
         while len(seen) < len(self.groups):
             with contextlib.suppress(queue.Empty):
-                seen.append(ended.get(timeout=_LOOK_EVERY if seen or turns else None))
+                told = ended.get(timeout=_LOOK_EVERY if seen or turns else None)
+                if callable(told):
+                    told()
+                else:
+                    seen.append(told)
             if turns is not None:
                 turns.check(self._timeout)
             groups = list(self.groups)

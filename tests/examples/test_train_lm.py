@@ -1,5 +1,8 @@
 """The example of a language model: each way to train has the losses of one process."""
 
+import hashlib
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -89,3 +92,34 @@ def test_recomputation_changes_no_bit():
 def test_a_compiled_model():
     (loss, _), *_ = helpers.run_group(2, train_each, {"compiled": {"compile": True}})[0].values()
     assert loss == pytest.approx(loss_alone(1), rel=1e-4)
+
+
+def train_until_stop(group, file):
+    """Rank 1 gets SIGTERM while it draws the third step's batch."""
+    sys.path.append(str(EXAMPLES))
+    import train_lm
+
+    train_lm.BATCH = BATCH
+    draw_batch, drawn = train_lm.draw_batch, []
+
+    def draw(*args):
+        drawn.append(args)
+        if group.rank == 1 and len(drawn) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return draw_batch(*args)
+
+    train_lm.draw_batch = draw
+    run = train_lm.train(train_lm.Settings(steps=STEPS, mode="wrapper", save=file), group)
+    return run.steps, len(run.losses), run.digest
+
+
+def test_a_signal_saves_and_ends(tmp_path):
+    first, second = helpers.run_group(2, train_until_stop, str(tmp_path / "model.pt"))
+    assert first == second
+    assert first[:2] == (3, 1)
+    saved = torch.load(tmp_path / "model.pt")
+    assert saved["steps"] == 3
+    digest = hashlib.sha256()
+    for parameter in saved["model"].values():
+        digest.update(parameter.numpy().tobytes())
+    assert digest.hexdigest() == first[2]

@@ -111,7 +111,7 @@ def test_example_with_error_reset(tmp_path):
         (["--error-reset"], "--error-reset needs --mode ddp and a --compression"),
         (["--mode", "graph"], "--mode graph captures a CUDA graph, so it needs --device cuda"),
         (["--mode", "graph", "--grad-scaler"], "--grad-scaler does not go with --error-reset or"),
-        (["--accumulate", "0"], "--accumulate must be at least 1"),
+        (["--accumulate", "0"], "argument --accumulate: must be a number from 1 on"),
     ],
 )
 def test_example_refuses(what, needed, monkeypatch, capsys):

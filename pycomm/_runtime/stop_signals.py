@@ -1,0 +1,105 @@
+"""Signals that ask a program to stop, such as SIGTERM before a machine is taken away."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pycomm._inputs import operation_of
+from pycomm._runtime import ranges
+from pycomm._runtime.threads import Deadline
+
+if TYPE_CHECKING:
+    from pycomm._runtime.lifetime import Member
+
+_SHAPE = torch.Size([1])  # of the word that ranks exchange
+
+Handler = Callable[[int, Any], Any]
+
+
+class _Caught:
+    """What this process has caught.
+
+    Attributes:
+        previous: for each caught signal, the program's own handler.
+        arrived: True once one of these signals has come.
+    """
+
+    previous: dict[int, Handler | None] = {}  # noqa: RUF012 - one for the process
+    arrived = False
+
+
+class _RankThread(threading.local):
+    """In a thread that is a rank: lets the thread that has started it call a function."""
+
+    let_call: Callable[[Callable[[], None]], None] | None = None
+
+
+rank_thread = _RankThread()
+
+
+def stop_requested(group: Member, signals: Iterable[int]) -> bool:
+    """See :meth:`pycomm.Group.stop_requested`."""
+    missing = [number for number in signals if number not in _Caught.previous]
+    if missing:
+        _catch_in_main_thread(group, missing)
+    word = ctypes.c_int32(_Caught.arrived)
+    _take_largest(group, "all_reduce", ctypes.addressof(word))
+    return bool(word.value)
+
+
+@ranges.of_calls
+def _take_largest(group: Member, collective: str, address: int) -> None:
+    operation = operation_of(collective, "auto", torch.int32, "max")
+    group._core.run(operation, 1, address, address, _SHAPE, "stop_requested")
+
+
+def _catch_in_main_thread(group: Member, signals: list[int]) -> None:
+    """Catches signals; a rank of a LocalWorld asks the thread that waits for the ranks."""
+    if rank_thread.let_call is None:
+        _catch(signals)
+        return
+    called, errors = threading.Event(), []
+
+    def call() -> None:
+        try:
+            _catch(signals)
+        except Exception as error:
+            errors.append(error)
+        called.set()
+
+    rank_thread.let_call(call)
+    Deadline(group.timeout).await_event(called, group._core.check_usable)
+    if errors:
+        raise errors[0]
+
+
+def _catch(signals: list[int]) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "only the main thread can catch signals: make the first call of stop_requested() there"
+        )
+    for number in signals:
+        if number in _Caught.previous:
+            continue  # another rank was first
+        before = signal.getsignal(number)
+        # Python's own handler of SIGINT would interrupt the step.
+        own = callable(before) and before is not signal.default_int_handler
+        _Caught.previous[number] = before if own else None  # type: ignore[assignment]
+        try:
+            signal.signal(number, _note)
+        except BaseException:
+            del _Caught.previous[number]
+            raise
+
+
+def _note(number: int, frame: Any) -> None:
+    _Caught.arrived = True
+    previous = _Caught.previous[number]
+    if previous is not None:
+        previous(number, frame)
