@@ -196,6 +196,7 @@ def shrink_and_grow(rank, _size, store, path):
     helpers.join_world(rank, 2, store)
     group = pycomm.init(timeout=20)
     group.stop_requested()
+    helpers.pass_barrier(group, f"{path}.barrier")
     if rank == 1:
         group.close()
         return None
