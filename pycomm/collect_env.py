@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -111,16 +111,20 @@ PROBES: dict[str, Callable[[], object]] = {
 }
 
 
-def report() -> str:
-    """One line per fact; a probe that fails says so instead of raising."""
-    lines = []
+def facts() -> dict[str, str]:
+    """All facts by name; a probe that fails says so instead of raising."""
+    found = {}
     for name, probe in PROBES.items():
         try:
-            fact = str(probe())
+            found[name] = str(probe())
         except Exception as error:
-            fact = f"unknown ({type(error).__name__}: {error})"
-        lines.append(f"{name + ':':14} {fact}")
-    return "\n".join(lines)
+            found[name] = f"unknown ({type(error).__name__}: {error})"
+    return found
+
+
+def report(found: Mapping[str, str]) -> str:
+    """One line per fact."""
+    return "\n".join(f"{name + ':':14} {fact}" for name, fact in found.items())
 
 
 if __name__ == "__main__":
@@ -128,4 +132,4 @@ if __name__ == "__main__":
         prog="python -m pycomm.collect_env",
         description="Prints the facts that a bug report needs. It names no host, user or path.",
     ).parse_args()
-    sys.stdout.write(report() + "\n")
+    sys.stdout.write(report(facts()) + "\n")

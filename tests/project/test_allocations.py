@@ -30,7 +30,7 @@ CONSTRUCTORS = {
     "zeros",
 }
 # Programs of their own, which set no defaults.
-PROGRAMS = ("bench", "advise")
+PROGRAMS = ("bench", "advise", "check")
 
 
 def nameless(source: str) -> list[str]:

@@ -82,7 +82,7 @@ PYTHON_LAYERS = [
     {"backend", "data_parallel", "fsdp", "hooks"},
     {"exporters", "memory", "top", "tracing"},
     {"__init__", "collect_env"},
-    {"advise", "bench"},
+    {"advise", "bench", "check"},
 ]
 LEVEL = {name: level for level, names in enumerate(PYTHON_LAYERS) for name in names}
 

@@ -263,7 +263,7 @@ def test_forms_of_issues():
         assert {"name", "description", "body"} <= set(form)
         names = [field["id"] for field in form["body"]]
         assert len(set(names)) == len(names)
-    assert "python -m pycomm.collect_env" in str(forms["bug_report"])
+    assert "python -m pycomm.check" in str(forms["bug_report"])
 
 
 def test_environment_variables_are_documented():

@@ -209,6 +209,14 @@ def check_works_in_an_environment_of_its_own(wheel, tmp_path):
     assert out.startswith("works with")
     out = run(python, "-m", "pycomm.collect_env", cwd=tmp_path)
     assert "pycomm" in out
+    for path in [site, *site.rglob("*")]:
+        path.chmod(path.stat().st_mode & ~0o222)
+    try:
+        said = run(python, "-m", "pycomm.check", cwd=tmp_path)
+    finally:
+        for path in [site, *site.rglob("*")]:
+            path.chmod(path.stat().st_mode | 0o200)
+    assert " ok, 0 FAILED, " in said
 
 
 def check_serves_programs_in_cpp(wheel, tmp_path):
