@@ -26,8 +26,8 @@ from pycomm.bench import launch
 from pycomm.check import items
 from pycomm.check.items import Item, Outcome, outcome
 
-TIMEOUT = 30.0  # seconds that an operation may take
-ITEM_LIMIT = 60.0  # seconds that an item may take
+TIMEOUT = 60.0  # seconds that an operation may take
+ITEM_LIMIT = 120.0  # seconds that an item may take
 START_LIMIT = 180.0  # seconds in which ranks must have begun
 HEAP_BYTES = 16 << 20  # of GPU memory that ranks share, for shards
 
@@ -237,11 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="a file for the results, too")
     given = parser.parse_args(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the ranks
     faulthandler.dump_traceback_later(START_LIMIT, file=2, exit=True)
     # A driver that hangs ends this process.
     facts, here, began = collect_env.facts(), list(settings()), time.monotonic()
     faulthandler.cancel_dump_traceback_later()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the ranks
     lines: list[Line] = []
     say = partial(print, flush=True)
     say(collect_env.report(facts))

@@ -564,5 +564,6 @@ def outcome(item: Item, name: str, group: pycomm.Group, device: str) -> Outcome:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         at = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
-        return Outcome(problem=f"{type(error).__name__} at {at}: {error}")
+        said = " ".join(str(error).split())  # in one line
+        return Outcome(problem=f"{type(error).__name__} at {at}: {said}")
     return Outcome(problem=next(filter(None, problems), ""), bits=bits)

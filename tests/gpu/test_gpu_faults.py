@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import signal
 import threading
 import time
@@ -40,6 +42,25 @@ def fail(rank: int, size: int, store: str, how: str, folder: str) -> tuple[Excep
         at = time.monotonic()
         assert torch.ones(3, device="cuda").sum().item() == 3
         return error, at
+
+
+def steps_until_stop(rank: int, size: int, store: str) -> int:
+    """Rank 1 gets SIGTERM in step 3; the step in which this rank learns it."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    with helpers.member(rank, size, store, timeout=60) as group:
+        tensor = torch.ones(1 << 12, device="cuda")
+        for step in itertools.count():
+            pycomm.all_reduce(tensor, "avg", group=group)
+            if group.stop_requested():
+                assert tensor.sum().item() == 1 << 12
+                return step
+            if step == 3 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+    raise AssertionError
+
+
+def test_all_ranks_stop_in_the_same_step() -> None:
+    assert helpers.run_ranks(SIZE, steps_until_stop) == [4] * SIZE
 
 
 @pytest.mark.parametrize(
