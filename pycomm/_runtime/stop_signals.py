@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -19,18 +20,17 @@ if TYPE_CHECKING:
 
 _SHAPE = torch.Size([1])  # of the word that ranks exchange
 
-Handler = Callable[[int, Any], Any]
-
 
 class _Caught:
     """What this process has caught.
 
     Attributes:
-        previous: for each caught signal, the program's own handler.
+        previous: for each caught signal, the handler from before: a function, or what stands for
+            one in :func:`signal.signal`.
         arrived: True once one of these signals has come.
     """
 
-    previous: dict[int, Handler | None] = {}  # noqa: RUF012 - one for the process
+    previous: dict[int, Any] = {}  # noqa: RUF012 - one for the process
     arrived = False
 
 
@@ -85,21 +85,28 @@ def _catch(signals: list[int]) -> None:
             "only the main thread can catch signals: make the first call of stop_requested() there"
         )
     for number in signals:
-        if number in _Caught.previous:
-            continue  # another rank was first
-        before = signal.getsignal(number)
-        # Python's own handler of SIGINT would interrupt the step.
-        own = callable(before) and before is not signal.default_int_handler
-        _Caught.previous[number] = before if own else None  # type: ignore[assignment]
-        try:
-            signal.signal(number, _note)
-        except BaseException:
-            del _Caught.previous[number]
-            raise
+        if number not in _Caught.previous:  # else another rank was first
+            _Caught.previous[number] = signal.getsignal(number)
+            try:
+                signal.signal(number, _note)
+            except BaseException:
+                del _Caught.previous[number]
+                raise
 
 
 def _note(number: int, frame: Any) -> None:
     _Caught.arrived = True
     previous = _Caught.previous[number]
-    if previous is not None:
+    # Python's own handler of SIGINT would interrupt the step.
+    if callable(previous) and previous is not signal.default_int_handler:
         previous(number, frame)
+
+
+def _restore() -> None:
+    """In a forked child, signals do what they did, as its parent may end it by one."""
+    for number, previous in _Caught.previous.items():
+        signal.signal(number, signal.SIG_DFL if previous is None else previous)
+    _Caught.previous, _Caught.arrived = {}, False
+
+
+os.register_at_fork(after_in_child=_restore)

@@ -113,6 +113,26 @@ def test_handlers_of_the_program_run_too():
     assert helpers.run_group(2, keep_handlers) == expected
 
 
+def fork(group):
+    """How a child ends that gets SIGTERM, and whether this rank shall stop then."""
+    group.stop_requested()
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writable, b"!")
+        time.sleep(60)
+        os._exit(0)
+    os.read(readable, 1)
+    os.kill(child, signal.SIGTERM)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status, group.stop_requested()
+
+
+def test_a_forked_child_ends_as_before():
+    """Else a pool of processes would wait for it."""
+    assert helpers.run_group(2, fork) == [(-signal.SIGTERM, False)] * 2
+
+
 def interrupt(group):
     """Ctrl-C, if a program wants it so, ends no step."""
     stop = steps_until_stop(group, (0,), 2, (signal.SIGINT,))
