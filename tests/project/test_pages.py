@@ -21,6 +21,14 @@ assert losses["exact"] < losses["sign_all_reduce"] < losses["no_residual"] < 2 *
 """
 
 
+# As the page says, about.
+FIRST_DDP = """
+assert group.size == 2
+assert abs(exact - 0.232) < 0.02 and abs(coded - 0.232) < 0.02
+assert 3.5 < after["ratio"] < 3.7 and before["exposed_ms"] > 0
+"""
+
+
 @pytest.mark.parametrize(
     ("page", "blocks", "given", "then"),
     [
@@ -29,6 +37,7 @@ assert losses["exact"] < losses["sign_all_reduce"] < losses["no_residual"] < 2 *
         ("docs/how-to/mixed-precision.md", 4, GROUP, ""),
         ("docs/how-to/arrays.md", 1, "", ""),
         ("docs/how-to/from-zero-and-fsdp.md", 1, GROUP, ""),
+        ("docs/tutorials/first-ddp.md", 1, "", FIRST_DDP),
         ("docs/tutorials/codec.md", 4, "", LOSSES),
         ("docs/tutorials/memory.md", 1, "", ""),
     ],
@@ -38,6 +47,7 @@ assert losses["exact"] < losses["sign_all_reduce"] < losses["no_residual"] < 2 *
         "mixed-precision",
         "arrays",
         "from-zero-and-fsdp",
+        "first-ddp",
         "codec",
         "memory",
     ],
