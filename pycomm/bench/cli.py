@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import math
-import multiprocessing
 import re
+import select
 import shlex
 import signal
 import sys
@@ -15,9 +14,8 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch.multiprocessing.spawn import ProcessExitedException
 
-from pycomm import _C, parse_compression
+from pycomm import _C, PeerDied, parse_compression
 from pycomm._inputs import ALGORITHMS, COMPRESSIBLE, DTYPES, OPS
 from pycomm.bench import (
     c10d,
@@ -100,18 +98,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     Ctrl-C ends the run: rows are printed and written as they come.
     """
     settings = parse(argv)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     try:
         _start(settings)
     except KeyboardInterrupt:
-        for rank in multiprocessing.active_children():
-            rank.terminate()
-            rank.join()
         raise SystemExit(128 + signal.SIGINT) from None
-    except ProcessExitedException as error:
-        if error.exit_code != UNREAD:
+    except PeerDied:
+        if not _is_unread():
             raise
         raise SystemExit(UNREAD) from None
+
+
+def _is_unread() -> bool:
+    """True if nobody reads what this process and its ranks print: rank 0 has ended then."""
+    output = select.poll()
+    output.register(1, 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _start(settings: Any) -> None:
