@@ -90,7 +90,8 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int = 2, nodes: int 
             The others have been ended.
         pycomm.PeerDied: a rank ended without a result; `rank` and `pid` tell which.
         ValueError: `ranks` or `nodes` is out of range.
-        TypeError: the function or an argument cannot be sent to another process.
+        TypeError: the function cannot be called, or it or an argument cannot be sent to another
+            process.
     """
     return call_on_ranks(function, args, ranks, nodes)
 
@@ -109,7 +110,8 @@ def call_on_ranks(
         call = files.enter_context(_memory_file())
         call.write(_pack(function, args))
         answers = [files.enter_context(_memory_file()) for _ in range(ranks)]
-        command = f"import sys; sys.path[:] = {sys.path}; from pycomm.run import serve; serve"
+        path = [each for each in sys.path if isinstance(each, str)]  # imports ignore others, too
+        command = f"import sys; sys.path[:] = {path}; from pycomm.run import serve; serve"
         commands = [["-c", f"{command}({call.fd}, {each.fd})"] for each in answers]
         descriptors = [call.fd, *(each.fd for each in answers)]
         with _Ranks(commands, nodes, descriptors, forward) as processes:
@@ -151,8 +153,11 @@ class _MemoryFile(NamedTuple):
 
     def read(self) -> bytes:
         """The data; nothing if they are not complete."""
-        data = Path(f"/proc/self/fd/{self.fd}").read_bytes()  # opened anew, with its own position
-        return data[1:] if data.startswith(b"\1") else b""
+        if os.pread(self.fd, 1, 0) != b"\1":
+            return b""
+        with Path(f"/proc/self/fd/{self.fd}").open("rb") as file:  # with its own position
+            file.seek(1)
+            return file.read()
 
 
 @contextlib.contextmanager
@@ -174,6 +179,8 @@ def _has_cloudpickle() -> bool:
 
 def _pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """Pickles a call; TypeError if it cannot be."""
+    if not callable(function):
+        raise TypeError(f"function must be callable, got {function!r}")
     advice = "" if _has_cloudpickle() else ": pip install cloudpickle, or import it from a module"
     if advice and getattr(function, "__module__", None) == "__main__":
         raise TypeError(f"function is of __main__, which other processes cannot import{advice}")
@@ -337,7 +344,12 @@ class _Ranks:
             return
         for key, _ in self._selector.select(seconds):
             data = os.read(key.fd, 1 << 16)
-            key.data.write(data)
+            try:
+                key.data.write(data)
+            except BrokenPipeError:  # nobody reads it: print no more
+                for other in list(self._selector.get_map().values()):
+                    self._selector.unregister(other.fileobj)
+                raise
             if not data:
                 self._selector.unregister(key.fileobj)
 
@@ -474,6 +486,10 @@ def _run(command: list[str], ranks: int, nodes: int) -> int:
             )
             print(f"pycomm.run: rank {rank} {how}; the others are ended", file=sys.stderr)
             return code if code > 0 else 128 - code
+    except BrokenPipeError:
+        with Path(os.devnull).open("w") as nowhere:  # for what Python prints at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except _Terminated:

@@ -64,6 +64,11 @@ def test_closures_on_emulated_nodes(capsys):
     )
 
 
+def test_paths_that_imports_ignore(monkeypatch):
+    monkeypatch.setattr(sys, "path", [Path("/elsewhere"), *sys.path])
+    assert pycomm.launch(os.path.basename, "a/b", ranks=1) == ["b"]
+
+
 class Unusual(Exception):
     """Can be pickled, and not be made from the pickle."""
 
@@ -115,6 +120,8 @@ def test_what_cannot_travel():
         pycomm.launch(generator, ranks=1)
     with pytest.raises(TypeError, match=r"must go to other processes.*cannot pickle"):
         pycomm.launch(print, generator())
+    with pytest.raises(TypeError, match=r"function must be callable, got 'train\.py'"):
+        pycomm.launch("train.py")
     with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
         pycomm.launch(print, ranks=0)
     with pytest.raises(ValueError, match="nodes must be from 1 to ranks, 2, got 3"):
@@ -228,6 +235,18 @@ def test_the_status_is_that_of_the_first_failure(tmp_path):
         told = process.communicate(timeout=helpers.LIMIT)[1]
     assert process.returncode == 5
     assert "pycomm.run: rank 1 exited with 5; the others are ended" in told
+
+
+def test_a_reader_that_leaves_ends_the_run(tmp_path):
+    """Quietly."""
+    script = tmp_path / "script.py"
+    script.write_text("import os\nwhile True:\n    print(os.getpid())\n")
+    with python("-m", "pycomm.run", str(script), stderr=subprocess.PIPE) as process:
+        pid = int(process.stdout.readline().split()[1])
+        process.stdout.close()
+        assert process.wait(helpers.LIMIT) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == ""
+    assert not alive(pid)
 
 
 @pytest.mark.parametrize(
