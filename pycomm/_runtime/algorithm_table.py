@@ -52,7 +52,9 @@ def _check(where: str, row: object) -> None:
     for name, most in _LIMITS.items():
         value = row.get(name, 1)
         if type(value) is not int or not 1 <= value <= most:
-            raise ValueError(f"{where}: {name} must be a number from 1 to {most}, got {value!r}")
+            raise ValueError(
+                f"{where}: {name} must be a whole number from 1 to {most}, got {value!r}"
+            )
     if row.get("algorithm") not in ALGORITHMS:
         raise ValueError(
             f"{where}: algorithm must be one of {', '.join(ALGORITHMS)}, "

@@ -211,7 +211,10 @@ WRONG = [
     ([*RING, {}], r"row 2: algorithm must be one of two_shot, ring, tree, got None"),
     ([{"algorithm": "one_shot"}], r"row 1: algorithm must be one of .*, got 'one_shot'"),
     ([{"algorithm": ["ring"]}], r"row 1: algorithm must be one of .*, got \['ring'\]"),
-    ([{"bytes": 0, "algorithm": "ring"}], r"row 1: bytes must be a number from 1 to .*, got 0"),
+    (
+        [{"bytes": 0, "algorithm": "ring"}],
+        r"row 1: bytes must be a whole number from 1 to .*, got 0",
+    ),
     ([{"bytes": 1e6, "algorithm": "ring"}], r"row 1: bytes must be .*, got 1000000\.0"),
     ([{"ranks": True, "algorithm": "ring"}], r"row 1: ranks must be .*, got True"),
     ([{"nodes": 2**31, "algorithm": "ring"}], r"row 1: nodes must be .* to 2147483647, got 2"),
