@@ -27,7 +27,9 @@ PYCOMM_HD float refined_root(float x, float inverse) {
   return std::fma(std::fma(-root, root, x), 0.5f * inverse, root);
 }
 
-// x / y, from an approximation of 1 / y that is off by at most one unit of its last place.
+// The quotient of x and y, from an approximation of 1 / y. It is x / y for the approximations of GPUs,
+// on which their division relies, too. If another one is off by a unit, it is not for one dividend of
+// each of two divisors, whose significands are 0x1.fffffa and 0x1.fffffe.
 PYCOMM_HD float refined_quotient(float x, float y, float inverse) {
   inverse = std::fma(inverse, std::fma(-y, inverse, 1.0f), inverse);
   const float quotient = x * inverse;

@@ -353,7 +353,7 @@ float moved(float value, int units) {
   return bit_cast<float>(bit_cast<std::uint32_t>(value) + static_cast<std::uint32_t>(units));
 }
 
-// What GPUs compute in place of sqrt() and division. Divisors may be approximated a unit off.
+// What GPUs compute in place of sqrt() and division. Nearly all inverses may be a unit off.
 void moderate_numbers_round_as_all_numbers() {
   std::mt19937 random(0);
   const auto between = [&](float least, float most) {
@@ -371,6 +371,12 @@ void moderate_numbers_round_as_all_numbers() {
           refined_quotient(dividend, divisor, moved(1.0f / divisor, units)) == dividend / divisor,
           text(dividend) + " / " + text(divisor));
     }
+  }
+  // The pairs for which an inverse must not be off.
+  for (const auto& [dividend, divisor] :
+       {std::pair{0x1p0f, 0x1.fffffep0f}, std::pair{0x1.aaaaa6p0f, 0x1.fffffap0f}}) {
+    PYCOMM_CHECK(refined_quotient(dividend, divisor, 1.0f / divisor) == dividend / divisor,
+                 text(dividend) + " / " + text(divisor));
   }
 }
 
