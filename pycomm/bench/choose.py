@@ -40,7 +40,7 @@ def run(settings: ChooseSettings) -> None:
     """Prints the times and the table, and writes it if asked."""
     try:
         measured = read(settings.results)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
     for (nodes, ranks), times in measured.items():
         print(f"# {nodes} nodes, {ranks} ranks: times in us")
@@ -58,17 +58,23 @@ def read(paths: tuple[str, ...]) -> dict[tuple[int, int], Times]:
     """Times by the numbers of nodes and ranks, in ascending order.
 
     Raises:
+        OSError: a file cannot be read.
         ValueError: a file lacks something, or has wrong results.
     """
     found = {}
     for path in paths:
-        stored = json.loads(Path(path).read_text(encoding="utf-8"))
-        nodes, ranks = stored["meta"].get("nodes", 1), stored["meta"]["ranks"]
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            stored = json.loads(text)
+            nodes, ranks = stored["meta"].get("nodes", 1), stored["meta"]["ranks"]
+            rows = stored["rows"]
+        except (LookupError, TypeError, ValueError):
+            raise ValueError(f"{path} must be a file that -J has written") from None
         if nodes < 2:
             raise ValueError(f"{path} must have times between nodes, got those of one node")
         if (nodes, ranks) in found:
             raise ValueError(f"{path} is the second file of {nodes} nodes with {ranks} ranks")
-        found[nodes, ranks] = times_of(path, stored["rows"])
+        found[nodes, ranks] = times_of(path, rows)
     return dict(sorted(found.items()))
 
 

@@ -352,7 +352,12 @@ def _add_choose_flags(command: argparse.ArgumentParser) -> None:
     add("results", nargs="+", metavar="RESULTS",
         help="files that all_reduce -a two_shot,ring,tree -J has written, one for each numbers of "
         "nodes and ranks")  # fmt: skip
-    add("--write", metavar="FILE", help="write the table, for pycomm.init(algorithms=FILE)")
+    add(
+        "--write",
+        type=writable,
+        metavar="FILE",
+        help="write the table, for pycomm.init(algorithms=FILE)",
+    )
 
 
 def _add_c10d_flags(command: argparse.ArgumentParser) -> None:

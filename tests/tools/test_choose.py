@@ -191,3 +191,13 @@ def test_two_files_of_the_same_place(tmp_path):
     ]
     with pytest.raises(SystemExit, match=r"b.json is the second file of 2 nodes with 4 ranks"):
         cli.main(["choose", *paths])
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "{}", '{"meta": {"ranks": 2, "nodes": 2}}'])
+def test_other_files_are_refused(tmp_path, text):
+    path = tmp_path / "times.json"
+    with pytest.raises(SystemExit, match=r"No such file or directory: .*times\.json"):
+        cli.main(["choose", str(path)])
+    path.write_text(text)
+    with pytest.raises(SystemExit, match=r"times\.json must be a file that -J has written"):
+        cli.main(["choose", str(path)])
