@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -54,10 +55,13 @@ def set_variables(in_threads: bool) -> bool:
 
 @functools.cache  # torch's own use of filters makes Python forget which warnings it has shown
 def _warn_of_one() -> None:
+    level = 1  # of the program's own line
+    while sys._getframe(level).f_globals.get("__name__", "").startswith(("pycomm.", "torch.")):
+        level += 1
     warnings.warn(
         "a group of one process, as no launcher has started it: start with torchrun, "
         "python -m pycomm.run or pycomm.launch for more",
-        stacklevel=2,
+        stacklevel=level + 1,
     )
 
 
