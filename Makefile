@@ -126,6 +126,24 @@ torch-headers: $(VENV)/.torch
 torch-check: torch-headers
 	$(BIN)/python tests/cpp/torch_check.py build/torch-headers $(PART)
 
+# A wheel for users without a compiler: without CUDA, with the backend for every supported torch.
+.PHONY: wheel try-wheel
+$(VENV)/.wheel: $(VENV)/.torch
+	$(BIN)/pip install -q --group wheel
+	touch $@
+
+wheel: torch-headers $(VENV)/.wheel
+	rm -rf build/wheel
+	PYCOMM_CUDA=0 PYCOMM_TORCH_HEADERS=build/torch-headers \
+	  $(BIN)/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --strip --exclude 'libtorch*' --exclude 'libc10*' \
+	  -w dist build/wheel/*.whl
+	$(BIN)/twine check --strict dist/*
+	ls -sh dist
+
+try-wheel:
+	PYTHON=$(PYTHON) TORCH="$(TORCH)" .ci/try-wheel
+
 $(VENV)/.lint: $(VENV)/.built
 	$(BIN)/pip install -q --group lint
 	touch $@

@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # torch's build helper reads CUDA_HOME when it is imported, and guesses it wrongly from a wrapper.
@@ -181,6 +182,25 @@ def install_for_cpp(prefix: Path) -> None:
         subprocess.run(["cmake", *step], env=os.environ | {"PATH": tools}, check=True)
 
 
+def backends_for_other_torches(headers: Path, package: Path) -> None:
+    """Compiles the backend against each ``headers/VERSION/include``, as at its first use.
+
+    All versions of torch have libraries of these names, so they link with the torch that is there;
+    what that torch lacks, the loader finds in the one that runs.
+    """
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    here = C10D["module_name"](torch.__version__)
+    folders = {C10D["module_name"](folder.name): folder for folder in headers.iterdir()}
+
+    def compile_module(name: str) -> None:
+        command = C10D["compile_command"](folders[name], folders[name].name)
+        command += C10D["link_options"](Path(torch.__file__).parent)
+        subprocess.run([*command, "-o", package / f"{name}{suffix}"], check=True)
+
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count())) as pool:
+        list(pool.map(compile_module, folders.keys() - {here}))
+
+
 class BuildObjects(BuildExtension):
     """Keeps the objects, so that the next build compiles only what has changed."""
 
@@ -189,9 +209,13 @@ class BuildObjects(BuildExtension):
         self.build_temp = str(OBJECTS)
 
     def run(self) -> None:  # noqa: D102
+        for module in Path(self.build_lib, "pycomm").glob("_c10d_*"):
+            module.unlink()  # of an earlier build, which may have been for another torch
         super().run()
         if not (self.inplace or self.editable_mode):
             install_for_cpp(Path(self.build_lib, "pycomm"))
+            if headers := os.environ.get("PYCOMM_TORCH_HEADERS"):
+                backends_for_other_torches(Path(headers), Path(self.build_lib, "pycomm"))
 
 
 class BuildPackage(build_py):

@@ -104,7 +104,7 @@ def test_the_gates_of_two_days_make_all_targets(tmp_path):
     even, odd = (targets_of_the_gate(tmp_path, day=day) for day in (20000, 20001))
     everything = targets_of_the_gate(tmp_path, "nightly")
     assert {"tsan", "racecheck", "asan"} < set(everything)
-    nightly = {"cuda-build"} if shutil.which("nvcc") else set()
+    nightly = {"wheel"} | ({"cuda-build"} if shutil.which("nvcc") else set())
     assert set(everything) - set(odd) == {"tsan", "racecheck"} | nightly
     assert set(everything) - set(even) == {"asan"} | nightly
     assert targets_of_the_gate(tmp_path, day=20002) == even
@@ -224,6 +224,16 @@ def test_torch_versions():
     assert needed == [supported[0]] * 2
 
 
+def test_extras_are_documented():
+    """One table has them all."""
+    (table,) = re.findall(
+        r"^\| extra \|.*\n((?:\|.*\n)+)", text("docs/how-to/build-options.md"), re.M
+    )
+    assert re.findall(r"^\| `(\w+)`", table, re.M) == list(
+        PROJECT["project"]["optional-dependencies"]
+    )
+
+
 def test_tools_are_pinned_in_one_place():
     for requirement in PROJECT["dependency-groups"]["lint"]:
         name, version = requirement.split("==")
@@ -275,7 +285,13 @@ def test_environment_variables_are_documented():
         )
     for path in [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]:
         assert "getenv" not in path.read_text(), path
-    assert read == {"PYCOMM_CUDA", "PYCOMM_LOG", "PYCOMM_NODE", "PYCOMM_STRICT"}
+    assert read == {
+        "PYCOMM_CUDA",
+        "PYCOMM_LOG",
+        "PYCOMM_NODE",
+        "PYCOMM_STRICT",
+        "PYCOMM_TORCH_HEADERS",
+    }
 
 
 @pytest.mark.slow

@@ -42,11 +42,15 @@ SOURCES = [
     "setup.cfg",
     "setup.py",
 ]
+PLATFORM = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+OTHER_TORCH = "2.99"  # the torch that is there takes its place
 USE = """
 import pathlib, sys
+import torch
+torch.__version__ = sys.argv[1]
 import torch.distributed as dist
 assert "pycomm" in dist.Backend.backend_list, "torch has not found the entry point"
-import torch, pycomm
+import pycomm
 where = pathlib.Path(pycomm.__file__).resolve()
 assert where.is_relative_to(sys.prefix), where
 assert (where.parent / "py.typed").exists()
@@ -77,7 +81,7 @@ def run(*command, cwd, **env):
 def test_wheel(tmp_path):
     """A single test, so that workers do not each build the wheel."""
     check_sources(tmp_path)
-    build(tmp_path / "wheel")
+    build(tmp_path / "wheel", headers_of_other_torches(tmp_path / "headers"))
     (wheel,) = (tmp_path / "wheel").glob("*.whl")
     check_contents(wheel)
     check_name(wheel)
@@ -85,13 +89,24 @@ def test_wheel(tmp_path):
     check_serves_programs_in_cpp(wheel, tmp_path)
 
 
-def build(folder):
+def headers_of_other_torches(folder):
+    """As tests/cpp/torch_headers.py makes it."""
+    (folder / OTHER_TORCH).mkdir(parents=True)
+    (folder / OTHER_TORCH / "include").symlink_to(Path(torch.__file__).parent / "include")
+    return folder
+
+
+def build(folder, headers):
     """Takes the objects of the last build, and leaves nothing but these in the sources."""
     for left in (ROOT / "build").glob("*"):
         if left.name.startswith(("lib.", "bdist.")):
             shutil.rmtree(left)
     pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index")
-    run(*pip, "--wheel-dir", folder, ROOT, cwd=folder.parent)
+    stale = ROOT / "build" / f"lib.{PLATFORM}" / "pycomm" / "_c10d_1_0.so"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    options = ("--wheel-dir", folder, ROOT)
+    run(*pip, *options, cwd=folder.parent, PYCOMM_TORCH_HEADERS=str(headers))
 
 
 @pytest.mark.parametrize("strict", [None, "1"])
@@ -172,7 +187,7 @@ def check_contents(wheel):
     expected |= {f"pycomm/{path}" for path in INSTALLED}
     expected |= {f"pycomm/csrc/{name}" for name in c10d_build.sources()}
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    modules = ("_C", c10d_build.module_name(torch.__version__))
+    modules = ["_C", *map(c10d_build.module_name, (torch.__version__, OTHER_TORCH))]
     expected |= {f"pycomm/{name}{suffix}" for name in modules}
     info = "torch_pycomm-" + wheel.name.split("-")[1] + ".dist-info"
     expected |= {f"{info}/{name}" for name in INFORMATION}
@@ -205,8 +220,9 @@ def check_works_in_an_environment_of_its_own(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(site)
     # It sees torch as it lies in this environment, without the .pth files of editable installs.
     (site / "torch-from-elsewhere.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    out = run(python, "-c", USE, cwd=tmp_path)
-    assert out.startswith("works with")
+    for version in (torch.__version__, f"{OTHER_TORCH}.1"):
+        out = run(python, "-c", USE, version, cwd=tmp_path, CXX="no-compiler", HOME=str(tmp_path))
+        assert out == f"works with {version}\n"
     out = run(python, "-m", "pycomm.collect_env", cwd=tmp_path)
     assert "pycomm" in out
     for path in [site, *site.rglob("*")]:
