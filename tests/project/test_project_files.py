@@ -17,6 +17,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+RELEASE = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
 PAGES = sorted(
     str(page.relative_to(ROOT))
     for folder in ("*.md", "docs/**/*.md", "benchmarks/*.md")
@@ -40,9 +41,9 @@ def between(first, last):
     return [f"{major}.{minor}" for minor in range(begin, end + 1)]
 
 
-def lines_that_run():
-    """The commands of every job of the workflow, with the matrix's values filled in."""
-    for job in WORKFLOW["jobs"].values():
+def lines_that_run(workflow):
+    """The commands of every job of a workflow, with the matrix's values filled in."""
+    for job in workflow["jobs"].values():
         matrix = job.get("strategy", {}).get("matrix", {})
         for step in job["steps"]:
             run = step.get("run", "")
@@ -64,8 +65,11 @@ def test_make_targets():
         name for line in re.findall(r"^\.PHONY: (.*)$", makefile, re.M) for name in line.split()
     }
     assert listed <= real
-    used = {target for line in lines_that_run() for target in targets_in(line)}
+    used = {target for line in lines_that_run(WORKFLOW) for target in targets_in(line)}
     assert used == {"lint", "test", "test-slow", "mutants", "tsan", "asan"}
+    released = {target for line in lines_that_run(RELEASE) for target in targets_in(line)}
+    assert released == {"wheel", "try-wheel"}
+    used |= released
     for page in ("CONTRIBUTING.md", "README.md"):
         code = re.findall(r"`([^`\n]+)`|^(make .*?)(?:#.*)?$", text(page), re.M)
         used |= {target for line in map("".join, code) for target in targets_in(line)}
@@ -198,6 +202,7 @@ def test_python_versions():
     supported = [c.rpartition(" ")[2] for c in classifiers if c.startswith(prefix)]
     assert PROJECT["project"]["requires-python"] == f">={supported[0]}"
     assert {row["python"] for row in rows()} == set(supported)
+    assert RELEASE["jobs"]["build"]["strategy"]["matrix"]["python"] == supported
     assert PROJECT["tool"]["mypy"]["python_version"] == supported[0]
     assert PROJECT["tool"]["ruff"]["target-version"] == f"py{supported[0].replace('.', '')}"
     for page, before in [
@@ -214,6 +219,8 @@ def test_torch_versions():
         *re.search(rf"\(({VERSION}) to ({VERSION}), CPU", text("README.md")).groups()
     )
     assert {row["torch"] for row in rows()} == set(supported)
+    tried = re.findall(rf'TORCH="torch==({VERSION})\.\*"', str(RELEASE["jobs"]["build"]["steps"]))
+    assert tried == [supported[0], supported[-1]]
     (built_with,) = re.findall(rf"^TORCH \?= torch==({VERSION})\.\d+$", text("Makefile"), re.M)
     assert built_with in supported
     needed = [
@@ -222,6 +229,48 @@ def test_torch_versions():
         if requirement.startswith("torch")
     ]
     assert needed == [supported[0]] * 2
+
+
+def run_release_step(job, beginning, folder, tag="v1.2.0"):
+    """Runs a step of the release, the one whose name begins so, in a folder."""
+    steps = RELEASE["jobs"][job]["steps"]
+    (script,) = (step["run"] for step in steps if step.get("name", "").startswith(beginning))
+    names = {"GITHUB_REPOSITORY": "owner/name", "GITHUB_REF_NAME": tag}
+    command = ["bash", "-e", "-c", script]
+    return subprocess.run(command, cwd=folder, env=os.environ | names, check=False).returncode
+
+
+def test_links_of_a_released_readme(tmp_path):
+    """None leads to a file beside it, for it stands on the package index alone."""
+    (tmp_path / "README.md").write_text(text("README.md"))
+    assert run_release_step("build", "links", tmp_path) == 0
+    links = re.findall(r"\]\(([^)]*)\)", (tmp_path / "README.md").read_text())
+    here = re.findall(r"\]\(([^)]*)\)", text("README.md"))
+    repository = "https://github.com/owner/name/"
+    kinds = {f"{repository}raw/v1.2.0/": "docs/images/", f"{repository}blob/v1.2.0/": ""}
+    for link, before in zip(links, here, strict=True):
+        kind = next(kind for kind in kinds if link.startswith(kind))
+        assert link == kind + before
+        assert before.startswith(kinds[kind])
+        assert (kind == f"{repository}raw/v1.2.0/") == before.endswith(".png")
+
+
+def test_notes_of_a_release(tmp_path):
+    """The changelog's section; a tag without one, or of another version, releases nothing."""
+    changes = "# Changelog\n\n## [1.2.0] - 2030\n\n### Added\n\n- This.\n\n## [1.1.0]\n\n- That.\n"
+    (tmp_path / "CHANGELOG.md").write_text(changes)
+    (tmp_path / "dist").mkdir()
+    for file in ("torch_pycomm-1.2.0-cp311-cp311-manylinux_2_28.whl", "torch_pycomm-1.2.0.tar.gz"):
+        (tmp_path / "dist" / file).touch()
+    assert run_release_step("publish", "the changelog", tmp_path) == 0
+    assert (tmp_path / "notes.md").read_text().split() == ["###", "Added", "-", "This."]
+    assert (
+        run_release_step("publish", "the changelog", tmp_path, "v1.1.0") != 0
+    )  # the files' is 1.2.0
+    assert run_release_step("publish", "the changelog", tmp_path, "v1.3.0") != 0
+    for file in (tmp_path / "dist").iterdir():
+        file.rename(str(file).replace("1.2.0", "1.3.0"))
+    assert run_release_step("publish", "the changelog", tmp_path, "v1.3.0") != 0  # no section
 
 
 def test_extras_are_documented():
