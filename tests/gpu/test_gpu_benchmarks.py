@@ -36,17 +36,18 @@ def test_what_developers_compare() -> None:
     assert " passed" in said
 
 
-def test_the_command_line() -> None:
+def test_the_command_line(tmp_path: Path) -> None:
     """All algorithms and compressions as on the CPU, beside NCCL where every rank has a GPU."""
+    path = tmp_path / "results.json"
     what = "all_reduce --device cuda -a all --compression none,int8,topk:0.05 --peer nccl"
-    how = "-b 1K -e 1K -n 1 -w 0"
+    how = f"-b 1K -e 1K -n 1 -w 0 -J {path}"
     said = said_by("-m", "pycomm.bench", *what.split(), *how.split())
-    rows = [line.split() for line in said.splitlines() if line.strip()[:1].isdigit()]
-    ours = [row for row in rows if row[4] == "pycomm"]
-    algorithms = {"auto:one_shot", "one_shot", "two_shot", "ring", "tree", "auto:two_shot"}
-    assert {row[5] for row in ours} == algorithms
-    assert {row[7] for row in ours} == {"none", "int8", "topk:0.05"}
-    assert "no nccl: needs" in said or any(row[4] == "nccl" for row in rows)
+    rows = json.loads(path.read_text())["rows"]
+    ours = [row for row in rows if row["impl"] == "pycomm"]
+    assert {row["algorithm"] for row in ours} == {"auto", "one_shot", "two_shot", "ring", "tree"}
+    assert {row["compression"] for row in ours} == {"none", "int8", "topk:0.05"}
+    assert all(row["wrong"] == 0 for row in ours)
+    assert "no nccl: needs" in said or any(row["impl"] == "nccl" for row in rows)
 
 
 @pytest.mark.slow
