@@ -227,7 +227,7 @@ class Unconnected:
 
 def test_abort_of_a_group_whose_first_use_fails():
     def made(error):
-        return backend._c10d().Backend(0, 1, timedelta(seconds=1), Unconnected(error))
+        return backend._c10d().Backend(0, 1, timedelta(seconds=1), "auto", Unconnected(error))
 
     made(RuntimeError("the Store is gone")).abort()
     with pytest.raises(KeyboardInterrupt):
