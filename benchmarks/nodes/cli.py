@@ -57,9 +57,9 @@ def layouts(text: str) -> tuple[tuple[int, int], ...]:
     found = []
     for part in text.split(","):
         nodes, _, ranks = part.partition("x")
-        if not (nodes.isdecimal() and ranks.isdecimal() and 2 <= int(nodes) <= 4 and int(ranks)):
+        if not (nodes.isdecimal() and ranks.isdecimal() and 2 <= int(nodes) <= 8 and int(ranks)):
             raise argparse.ArgumentTypeError(
-                f"expected 2 to 4 nodes x ranks on each, such as 2x1,2x2, got {text!r}"
+                f"expected 2 to 8 nodes x ranks on each, such as 2x1,2x2, got {text!r}"
             )
         found.append((int(nodes), int(ranks)))
     return tuple(found)
@@ -348,3 +348,4 @@ def main() -> None:
         exchange(count, ranks, options, known, results)
     if options.cuts and not (options.sharded or options.algorithms):
         cut_links(options.cuts, results)
+    results.end()

@@ -160,6 +160,7 @@ class LateTransport(internode.GlooTransport):
 def algorithms(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]) -> None:
     """Measures pycomm's algorithms in every case."""
     for case in cases:
+        asking.ask("rate", rate=case["rate"])
         LateTransport.seconds = case["latency_ms"] / 1e3
         x = torch.zeros(case["bytes"] // 4)
         calls = {
