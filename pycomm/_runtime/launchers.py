@@ -14,6 +14,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from pycomm._runtime.rendezvous import TORCHRUN
@@ -53,11 +54,15 @@ def set_variables(in_threads: bool) -> bool:
     return False
 
 
+def _is_library(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(("pycomm.", "torch."))
+
+
 @functools.cache  # torch's own use of filters makes Python forget which warnings it has shown
 def _warn_of_one() -> None:
-    level = 1  # of the program's own line
-    while sys._getframe(level).f_globals.get("__name__", "").startswith(("pycomm.", "torch.")):
-        level += 1
+    frame, level = sys._getframe(), 1  # of the program's own line
+    while (caller := frame.f_back) and _is_library(caller):
+        frame, level = caller, level + 1
     warnings.warn(
         "a group of one process, as no launcher has started it: start with torchrun, "
         "python -m pycomm.run or pycomm.launch for more",

@@ -119,7 +119,7 @@ def _record_step(
         begun.append(now(device))
         backward(loss)
 
-    hooks = [
+    watching = [
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda _: gradients.append(now(device))
         )
@@ -132,8 +132,8 @@ def _record_step(
         last = now(device)
     finally:
         state.start, trainee.backward = start, backward  # type: ignore[method-assign]
-        for hook in hooks:
-            hook.remove()
+        for handle in watching:
+            handle.remove()
     if device == "cuda":
         torch.cuda.synchronize()
         ran = [(ready, end) for _, ready, end in handed]

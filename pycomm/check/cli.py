@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's s
 import pycomm
 from pycomm import _C, collect_env
 from pycomm.bench import launch
+from pycomm.bench.report import writable
 from pycomm.check import items
 from pycomm.check.items import Item, Outcome, outcome
 
@@ -70,7 +71,15 @@ PARTS: dict[str, Callable[[bool], dict[str, Item]]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """What is printed of an item: `state` is ``"ok"``, ``"FAILED"`` or ``"not here"``."""
+    """The line of an item.
+
+    Attributes:
+        place: the setting's name.
+        item: the item's name.
+        state: ``"ok"``, ``"FAILED"`` or ``"not here"``.
+        detail: why.
+        seconds: that the item took.
+    """
 
     place: str
     item: str
@@ -235,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Compares all that pycomm computes with plain torch, on this machine. Prints "
         "what a bug report needs.",
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="a file for the results, too")
+    parser.add_argument("--json", metavar="FILE", type=writable, help="a file for the results, too")
     given = parser.parse_args(arguments)
     faulthandler.dump_traceback_later(START_LIMIT, file=2, exit=True)
     # A driver that hangs ends this process.
@@ -255,5 +264,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say(f"\n{counted}; {time.monotonic() - began:.0f} s")
     if given.json is not None:
         found = {"environment": facts, "items": [asdict(line) for line in lines]}
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+        Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
     return int("FAILED" in states)

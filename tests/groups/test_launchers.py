@@ -44,8 +44,9 @@ with warnings.catch_warnings(record=True) as told:
         dist.destroy_process_group()
         with pycomm.init() as group:
             assert pycomm.all_reduce(torch.ones(2), group=group).tolist() == [1.0] * 2
-messages = [str(each.message) for each in told if "one process" in str(each.message)]
-assert len(messages) == 1 and "torchrun" in messages[0] and "pycomm.launch" in messages[0], messages
+(alone,) = [each for each in told if "one process" in str(each.message)]
+assert "torchrun" in str(alone.message) and "pycomm.launch" in str(alone.message), alone
+assert "launchers.py" not in alone.filename and "_init.py" not in alone.filename, alone
 """
 FIRST_USE = """
 import torch, pycomm

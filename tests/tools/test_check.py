@@ -19,6 +19,14 @@ PACKAGE = Path(pycomm.__file__).parents[1]
 PROCESSES = cli.Setting("two processes", 2, parts=("operations",))
 
 
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--json", str(tmp_path / "no folder" / "found.json")])
+    said = capsys.readouterr()
+    assert "a folder that exists" in said.err
+    assert said.out == ""
+
+
 def test_the_command(tmp_path):
     """In another folder, by nobody in particular; all items are fine, or there is no GPU."""
     file = tmp_path / "found.json"

@@ -9,7 +9,7 @@ import spanning
 import torch
 from imagined import TYPICAL
 
-from benchmarks.nodes import cli, counted, namespaces, sharded
+from benchmarks.nodes import cli, counted, namespaces, ranks, sharded
 from benchmarks.nodes.cases import (
     ALGORITHMS,
     COMPRESSIONS,
@@ -93,6 +93,36 @@ def test_algorithms_are_compared_with_two_shot_at_the_same_size(tmp_path, capsys
     ]
     assert rows[0]["predicted_link_bytes"] == round(4 / 3 * SIZES[1])
     assert capsys.readouterr().out.count("all_reduce +0 ms") == 3
+
+
+def test_each_case_of_algorithms_has_its_rate_before_it_is_measured(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ranks, "interleave", lambda calls, _: asked.append(list(calls)))
+
+    class Asking:
+        def ask(self, what, **details):
+            asked.append((what, details["rate"]))
+
+    ranks.algorithms(
+        None, Asking(), [*algorithm_cases("1gbit", 1)[:1], *algorithm_cases("100mbit", 1)[:1]]
+    )
+    assert asked == [
+        each
+        for rate in ("1gbit", "100mbit")
+        for each in (("rate", rate), list(ALGORITHMS), ("result", rate))
+    ]
+
+
+def test_a_file_is_complete_once_all_layouts_have_run(tmp_path, monkeypatch):
+    path = tmp_path / "nodes.json"
+    seen = []
+    monkeypatch.setattr("sys.argv", ["nodes", "--algorithms", "--json", str(path)])
+    monkeypatch.setattr(cli, "missing", lambda: None)
+    monkeypatch.setattr(cli.constants, "load", lambda: TYPICAL)
+    monkeypatch.setattr(cli, "exchange", lambda *args: seen.append(args[-1].meta["complete"]))
+    cli.main()
+    assert seen == [False, False]
+    assert json.loads(path.read_text())["meta"]["complete"]
 
 
 def test_rows_are_predictions_until_they_are_filled():
