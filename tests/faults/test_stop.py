@@ -54,6 +54,7 @@ def steps_until_stop(group, getting=(), step=3, signals=(signal.SIGTERM,)):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["a worker", "torchrun"])
 def test_workers_of_torchrun_save_the_same_step(tmp_path, who):
     script = tmp_path / "train.py"

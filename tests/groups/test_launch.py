@@ -206,6 +206,7 @@ if "fail" in sys.argv:
 """
 
 
+@pytest.mark.slow
 def test_scripts_and_modules(tmp_path):
     (tmp_path / "program.py").write_text(SCRIPT)
     for words, expected in [

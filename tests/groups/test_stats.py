@@ -76,6 +76,7 @@ def small_ones(group):
     return stats.operations[0]
 
 
+@pytest.mark.slow
 def test_samples_stand_for_all_small_operations():
     for row in helpers.run_group(2, small_ones):
         assert row.count == 20_000

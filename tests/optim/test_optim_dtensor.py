@@ -824,6 +824,7 @@ def test_dtensors_beside_a_sharding_wrapper():
     helpers.run_group(2, beside_a_wrapper)
 
 
+@pytest.mark.slow
 def test_dtensor_is_not_imported_without_one():
     code = """
 import sys, torch, pycomm

@@ -187,6 +187,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert run_python(code).split() == ["1"]
 
 
+@pytest.mark.slow
 def test_the_first_use_may_have_any_defaults():
     """A module that is imported in a context does not keep the context's defaults."""
     code = (
@@ -211,6 +212,7 @@ optimizer.step()
     run_python(code)
 
 
+@pytest.mark.slow
 def test_objects_come_in_pickles_and_copies():
     """They are unpickled in a process that has not used their names."""
     code = """

@@ -136,6 +136,7 @@ def compete(rank, size, store, argv):
     collectives.run(cli.parse(argv))
 
 
+@pytest.mark.slow
 def test_rows_stand_beside_the_floor(tmp_path):
     path = tmp_path / "results.json"
     argv = "all_reduce -b 4K -e 64K -f 16 --buffer both --compression none,int8 -n 5 -J"

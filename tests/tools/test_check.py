@@ -27,6 +27,7 @@ def test_a_file_that_cannot_be_written_is_refused_first(tmp_path, capsys):
     assert said.out == ""
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     """In another folder, by nobody in particular; all items are fine, or there is no GPU."""
     file = tmp_path / "found.json"
@@ -202,6 +203,7 @@ def lines(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_setting(lines, monkeypatch):
     monkeypatch.setattr(cli, "ITEM_LIMIT", 5.0)
     found = lines("""

@@ -152,6 +152,7 @@ def measure_between_nodes(rank, size, store, argv):
     cli.measure(cli.parse(argv))
 
 
+@pytest.mark.slow
 def test_times_between_nodes(tmp_path):
     """The benchmark's own file; one-shot, which does not run between nodes, is left out."""
     path = tmp_path / "times.json"

@@ -118,6 +118,7 @@ def test_bytes_of_all_reduces():
     assert ranks.SMALL == KIB
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pretended")
 def test_every_set_runs_is_right_and_reported(tmp_path, capsys):
     path = tmp_path / "gpu.json"

@@ -216,6 +216,7 @@ def test_contestants_step_alike_without_compression():
         assert all(map(torch.equal, found["sharded"], found[sharded.BASE]))
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_the_closed_forms(monkeypatch, tmp_path):
     """Messages and bytes, and times without latency, bandwidth or cores for messages."""
     monkeypatch.setattr(counted, "NODES", (8, 9, 64))

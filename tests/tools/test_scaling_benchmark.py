@@ -16,6 +16,7 @@ def session(rank, size, store, path):
     scaling.time_steps(cli.parse(argv.split()), path)
 
 
+@pytest.mark.slow
 def test_ranks_time_all_ways(tmp_path):
     """None has wrong gradients, and each holds parameters and gradients at least."""
     path = tmp_path / "found.json"

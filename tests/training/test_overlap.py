@@ -174,6 +174,7 @@ def measure_training(rank, size, store, folder):
         run(cli.parse(what.split()))
 
 
+@pytest.mark.slow
 def test_benchmarks(tmp_path):
     run_ranks(2, measure_training, str(tmp_path))
     rows = {}

@@ -12,6 +12,7 @@ from sharding_programs import programs
 import pycomm
 
 
+@pytest.mark.slow
 @given(program=programs())
 @settings(max_examples=12)
 def test_bits_are_those_without_shards(program):
