@@ -103,6 +103,11 @@ compile-commands: $(VENV)/.torch
 cuda-build:
 	PYTHON=$(PYTHON) JOBS=$(JOBS) .ci/cuda-build
 
+# The extension for aarch64, tried under qemu on x86-64.
+.PHONY: aarch64
+aarch64: $(VENV)/.torch
+	VENV=$(VENV) .ci/aarch64
+
 cuda-check: $(VENV)/.torch
 	$(BIN)/python tests/cpp/cuda_check.py --for $(ARCHITECTURES) $(if $(PART),--part $(PART))
 

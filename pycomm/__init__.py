@@ -28,7 +28,7 @@ from pycomm import ops  # noqa: F401 - torch.compile and others look for its ker
 from pycomm._names import lazy_names
 from pycomm._runtime import lifetime  # noqa: F401 - its exit handler comes after the program's own
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where CMake's find_package finds the C++ libraries, once pycomm is installed from a wheel.
 cmake_prefix_path = __path__[0]

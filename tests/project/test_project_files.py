@@ -109,6 +109,8 @@ def test_the_gates_of_two_days_make_all_targets(tmp_path):
     everything = targets_of_the_gate(tmp_path, "nightly")
     assert {"tsan", "racecheck", "asan"} < set(everything)
     nightly = {"wheel"} | ({"cuda-build"} if shutil.which("nvcc") else set())
+    if shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64"):
+        nightly.add("aarch64")
     assert set(everything) - set(odd) == {"tsan", "racecheck"} | nightly
     assert set(everything) - set(even) == {"asan"} | nightly
     assert targets_of_the_gate(tmp_path, day=20002) == even
@@ -336,6 +338,7 @@ def test_environment_variables_are_documented():
         assert "getenv" not in path.read_text(), path
     assert read == {
         "PYCOMM_CUDA",
+        "PYCOMM_DIAGNOSE",
         "PYCOMM_LOG",
         "PYCOMM_NODE",
         "PYCOMM_STRICT",
@@ -364,3 +367,30 @@ def test_compile_commands(tmp_path):
     assert "pybind11/include" in bound[0]
     folders = {folder for line in bound for folder in re.findall(r"-(?:I|isystem ?)(\S+)", line)}
     assert all(Path(folder).is_dir() for folder in folders)
+
+
+def requirements(lines):
+    """The versions that are asked for, by package, with conda's name of torch."""
+    found = dict(re.fullmatch(r"([\w-]+) ?(.*)", line).groups() for line in lines)
+    return {{"torch": "pytorch"}.get(name, name): version for name, version in found.items()}
+
+
+def test_conda_asks_for_what_pip_asks_for():
+    recipe = yaml.safe_load(text("packaging/conda/recipe.yaml"))
+    project, asked = PROJECT["project"], recipe["requirements"]
+    assert recipe["context"]["version"] == project["version"]
+    assert recipe["package"]["name"] == project["name"]
+    host = [line for line in asked["host"] if line not in ("python", "pip")]
+    build = [line for line in asked["build"] if not line.startswith("${{")]
+    assert requirements(host + build) == requirements(PROJECT["build-system"]["requires"])
+    python = f"python {project['requires-python']}"
+    assert requirements(asked["run"]) == requirements([python, *project["dependencies"]])
+
+
+def test_the_container_runs_the_demo():
+    container = json.loads(text(".devcontainer/devcontainer.json"))
+    assert container["postCreateCommand"] == "make demo"
+    dockerfile = text(f".devcontainer/{container['build']['dockerfile']}")
+    (python,) = re.findall(rf"^FROM python:({VERSION})-", dockerfile, re.MULTILINE)
+    assert f"Programming Language :: Python :: {python}" in PROJECT["project"]["classifiers"]
+    assert re.search(r"^VENV \?=", text("Makefile"), re.MULTILINE), "it sets VENV"
