@@ -16,9 +16,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pycomm import _C
 from pycomm.report import RankReport, Report, make_report
+from pycomm.tracing import OperationLog, TracePart, make_trace, next_pause, write_trace
 
 _FILE = "/memfd:pycomm (deleted)"
 _LONGEST = 3600.0  # seconds between updates
@@ -37,27 +39,32 @@ class Jobs:
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
         self.strangers: set[int] = set()  # processes that use another version of pycomm
+        self._knows_pids: dict[Place, bool] = {}  # of the last windows
 
     def ended(self) -> bool:
         """True if this looks at one process only, and the process has ended."""
         return self._pid is not None and not Path(f"/proc/{self._pid}").exists()
 
-    def reports(self) -> dict[Place, Report]:
-        """The groups whose ranks have joined and have not all gone."""
+    def windows(self) -> dict[Place, _C.WindowReader]:
+        """The shared memory of all groups."""
         own = {inode for inode, _ in _mapped(os.getpid())}
         self.strangers.clear()
+        self._knows_pids.clear()
         windows: dict[Place, _C.WindowReader] = {}
-        knows_pids: dict[Place, bool] = {}
         for pid in [self._pid] if self._pid is not None else _all_pids():
             with contextlib.suppress(OSError):  # it has ended, or belongs to another user
                 for place in _mapped(pid) - windows.keys():
                     if place[0] not in own:
-                        knows_pids[place] = _namespace(pid) == _namespace(os.getpid())
+                        self._knows_pids[place] = _namespace(pid) == _namespace(os.getpid())
                         self._add(pid, place, windows)
+        return dict(sorted(windows.items()))
+
+    def reports(self) -> dict[Place, Report]:
+        """The groups whose ranks have joined and have not all gone."""
         reports = {}
-        for place, window in sorted(windows.items()):
+        for place, window in self.windows().items():
             report = make_report(window.state(_OPERATIONS))
-            if knows_pids[place]:
+            if self._knows_pids[place]:
                 report = replace(report, ranks=_without_ended(report.ranks, place))
             if not all(rank.gone for rank in report.ranks):
                 reports[place] = report
@@ -200,6 +207,61 @@ def _watch(jobs: Jobs, interval: float) -> None:
             time.sleep(interval)
 
 
+class _Recording:
+    """The operations of a group's ranks on this node, read from outside."""
+
+    def __init__(self, window: _C.WindowReader) -> None:
+        self._window = window
+        self._begin = time.monotonic()
+        self._logs: dict[int, OperationLog] = {}
+        self._fresh = 0  # operations at the last look, of the rank with the most
+        self.look()
+
+    def look(self) -> int:
+        """Takes new operations; returns how many, of the rank with the most."""
+        for most in (8 + 2 * self._fresh, _C.most_recorded):
+            ranks = {each["rank"]: each["operations"] for each in self._window.state(most)["ranks"]}
+            for rank in ranks.keys() - self._logs.keys():
+                self._logs[rank] = OperationLog(ranks[rank])
+            if all(log.reaches_back(ranks.get(rank, ())) for rank, log in self._logs.items()):
+                break
+        self._fresh = max((self._logs[r].fresh(ranks[r]) for r in ranks), default=0)
+        for rank, operations in ranks.items():
+            self._logs[rank].take(operations)
+        return self._fresh
+
+    def trace(self) -> dict[str, Any]:
+        """The trace so far, as a dict for JSON."""
+        state, end = self._window.state(1), time.monotonic()
+        pids = {each["rank"]: each["pid"] for each in state["ranks"]}
+        parts = [
+            TracePart(
+                rank, state["size"], pids[rank], 0, time.time() - end, self._begin, end,
+                log.lost, operations=log.finish(),
+            )
+            for rank, log in sorted(self._logs.items())
+        ]  # fmt: skip
+        return make_trace(parts, parts)
+
+
+def _record(jobs: Jobs, path: str, seconds: float) -> None:
+    """Writes a trace of each group's next operations, for `seconds`, until Ctrl-C or the end."""
+    recordings = [_Recording(window) for window in jobs.windows().values()]
+    if not recordings:
+        raise SystemExit("no groups")
+    names = [Path(path)]
+    if len(recordings) > 1:
+        names = [names[0].with_name(f"group{n}.{names[0].name}") for n in range(len(recordings))]
+    end, pause = time.monotonic() + seconds, 0.0
+    with contextlib.suppress(KeyboardInterrupt):
+        while not jobs.ended() and time.monotonic() < end:
+            pause = next_pause(pause, max(recording.look() for recording in recordings))
+            time.sleep(pause)
+    for recording, name in zip(recordings, names, strict=True):
+        write_trace(str(name), recording.trace())
+        print(name)
+
+
 ABOUT = (
     "Shows live what the ranks of running jobs do, also where a job hangs, and which rank others "
     "wait for. It reads records in the jobs' shared memory, of the same user's processes on this "
@@ -213,10 +275,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("pid", type=int, nargs="?", help="a rank's process (default: all)")
     parser.add_argument("--json", action="store_true", help="print one report as JSON, and end")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between updates")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace of what comes, as JSON")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long to trace")
     options = parser.parse_args(arguments)
     if not 0 < options.interval <= _LONGEST:
         allowed = f"more than 0 and at most {_LONGEST:.0f}"
         parser.error(f"--interval must be {allowed}, got {options.interval}")
+    if not options.seconds > 0:
+        parser.error(f"--seconds must be more than 0, got {options.seconds}")
+    if options.trace is not None and not Path(options.trace).absolute().parent.is_dir():
+        parser.error(f"--trace: there is no folder for {options.trace}")
     if options.pid is not None:
         try:
             _mapped(options.pid)
@@ -226,6 +294,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         groups = [json.loads(report.json()) for report in jobs.reports().values()]
         print(json.dumps({"groups": groups, "other_versions": sorted(jobs.strangers)}))
+        return
+    if options.trace is not None:
+        _record(jobs, options.trace, options.seconds)
         return
     with contextlib.suppress(KeyboardInterrupt):
         _watch(jobs, options.interval)

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,22 +37,69 @@ _WANTED = 32  # new operations per look, a quarter of what the record holds
 _NUMBERS = 1 << 32  # operations are numbered modulo this
 
 
-class Sampler:
-    """Looks at the record from a thread of its own, as often as operations come.
+class OperationLog:
+    """Operations of a rank, put together from readings of its record.
 
-    It begins with the last operation before it was made. If it sees an operation only while the
-    operation runs, the operation's end is unknown, as the end of a small operation is.
+    If an operation is seen only while it runs, its end is unknown, as the end of a small operation
+    is.
 
     Attributes:
         operations: the operations seen so far, by their number from the first one on.
     """
 
+    def __init__(self, newest: Sequence[Operation]) -> None:
+        """Begins with the last operation of a reading; with the first of all if there is none."""
+        self.operations: dict[int, Operation] = {}
+        self._first = newest[-1]["sequence"] if newest else 1
+        self._known = -1  # up to this number, operations have been seen when they were done
+
+    def fresh(self, newest: Sequence[Operation]) -> int:
+        """How many operations have come since the last reading."""
+        return max(self._number(newest[-1]) - self._known, 0) if newest else 0
+
+    def reaches_back(self, reading: Sequence[Operation]) -> bool:
+        """True if no operation is missing between the last reading and this one."""
+        return min(map(self._number, reading), default=0) <= self._known + 1
+
+    def take(self, reading: Sequence[Operation]) -> None:
+        """Takes what is new in a reading."""
+        seen = {self._number(each): each for each in reading}
+        new = {number: each for number, each in seen.items() if number > self._known}
+        self.operations.update(new)
+        done = (number for number, each in new.items() if each["done"] is not None)
+        self._known = max(done, default=self._known)
+
+    def finish(self) -> list[Operation]:
+        """The operations in order, after the last reading."""
+        ordered = [self.operations[number] for number in sorted(self.operations)]
+        for each in ordered[:-1]:
+            if each["done"] is None:  # it still ran when it was read, and newer ones replaced it
+                each["done"] = each["entered"]
+        return ordered
+
+    @property
+    def lost(self) -> int:
+        """The number of operations that it has not seen."""
+        return max(self.operations, default=-1) + 1 - len(self.operations)
+
+    def _number(self, operation: Operation) -> int:
+        """The number from the first one on."""
+        distance: int = (operation["sequence"] - self._first) % _NUMBERS
+        return distance if distance < _NUMBERS // 2 else distance - _NUMBERS
+
+
+class Sampler:
+    """Looks at the record from a thread of its own, as often as operations come.
+
+    It begins with the last operation before it was made.
+
+    Attributes:
+        log: what it has seen.
+    """
+
     def __init__(self, group: Member) -> None:
         self._core = group._core
-        self.operations: dict[int, Operation] = {}
-        newest = self._last(1)
-        self._first = newest[0]["sequence"] if newest else 1
-        self._known = -1  # up to this number, operations have been seen when they were done
+        self.log = OperationLog(self._last(1))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pycomm trace", daemon=True)
 
@@ -65,16 +112,6 @@ class Sampler:
         self._stop.set()
         if self._thread.ident is not None:  # else, if it begins at all, it ends at once
             self._thread.join()
-        for each in (self.operations[number] for number in sorted(self.operations)[:-1]):
-            if (
-                each["done"] is None
-            ):  # it still ran at the last look, and newer ones have replaced it
-                each["done"] = each["entered"]
-
-    @property
-    def lost(self) -> int:
-        """The number of operations that it has not seen."""
-        return max(self.operations, default=-1) + 1 - len(self.operations)
 
     def _run(self) -> None:
         pause = _SHORTEST
@@ -82,24 +119,20 @@ class Sampler:
         try:
             while not ends:
                 ends = self._stop.wait(pause)
-                pause = min(max(pause * _WANTED / max(self._look(), 1), _SHORTEST), _LONGEST)
+                pause = next_pause(pause, self._look())
         except GroupUnusable:  # it has been closed
             pass
 
     def _look(self) -> int:
         """Takes new operations; returns the number of operations since the last look."""
-        newest = self._last(1)
-        fresh = self._number(newest[0]) - self._known if newest else 0
-        if fresh <= 0:
+        fresh = self.log.fresh(self._last(1))
+        if fresh == 0:
             return 0
         for most in (2 * fresh + 8, _C.most_recorded):  # more may have come between two readings
-            seen = {self._number(each): each for each in self._last(most)}
-            if min(seen, default=0) <= self._known + 1:
+            reading = self._last(most)
+            if self.log.reaches_back(reading):
                 break
-        new = {number: each for number, each in seen.items() if number > self._known}
-        self.operations.update(new)
-        done = (number for number, each in new.items() if each["done"] is not None)
-        self._known = max(done, default=self._known)
+        self.log.take(reading)
         return fresh
 
     def _last(self, most: int) -> list[Operation]:
@@ -108,10 +141,10 @@ class Sampler:
         operations: list[Operation] = own["operations"]
         return operations
 
-    def _number(self, operation: Operation) -> int:
-        """The number from the first one on."""
-        distance: int = (operation["sequence"] - self._first) % _NUMBERS
-        return distance if distance < _NUMBERS // 2 else distance - _NUMBERS
+
+def next_pause(pause: float, fresh: int) -> float:
+    """The seconds until the next look, after one that has found so many new operations."""
+    return min(max(pause * _WANTED / max(fresh, 1), _SHORTEST), _LONGEST)
 
 
 # Chrome's trace event format, which Perfetto and Holistic Trace Analysis read.
@@ -402,8 +435,8 @@ class Trace:
         part.end = time.monotonic()
         if len(part.steps) == 1:
             part.steps.append(part.end)
-        part.lost = self.lost = sampler.lost
-        part.operations = [sampler.operations[number] for number in sorted(sampler.operations)]
+        part.operations = sampler.log.finish()
+        part.lost = self.lost = sampler.log.lost
         part.calls = watch.ranges
         for cause, work in watch.launched:
             if work.completed():
@@ -438,8 +471,13 @@ class Trace:
         elif not whole:
             name = Path(path)
             path = str(name.with_name(f"rank{rank}.{name.name}"))
-        data = json.dumps(make_trace(parts, shown)).encode()
-        Path(path).write_bytes(gzip.compress(data) if path.endswith(".gz") else data)
+        write_trace(path, make_trace(parts, shown))
+
+
+def write_trace(path: str, trace: Mapping[str, Any]) -> None:
+    """Writes a trace, compressed if the file's name ends in ``.gz``."""
+    data = json.dumps(trace).encode()
+    Path(path).write_bytes(gzip.compress(data) if path.endswith(".gz") else data)
 
 
 def _parsed(text: bytes) -> TracePart:

@@ -269,3 +269,61 @@ def test_refusals(options, words, capsys):
         top.main(options)
     assert refused.value.code != 0
     assert words in f"{refused.value} {capsys.readouterr().err}"
+
+
+def work(rank, size, store, path):
+    """Operations in two groups, until a file is there."""
+    with helpers.member(rank, size, store) as group, pycomm.init() as other:
+        x = torch.ones(50_000)
+        while (
+            pycomm.all_reduce(torch.tensor([Path(path).exists()]), "min", group=group).item() == 0
+        ):
+            pycomm.all_reduce(x, group=group)
+            pycomm.barrier(group=other)
+
+
+def record_from_outside(_rank, _size, _store, pid, path, seconds):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        top.main([str(pid), "--trace", path, "--seconds", seconds])
+    return said.getvalue().split()
+
+
+def test_a_trace_from_outside(tmp_path):
+    """Of a job that knows nothing of it: each rank's operations, in order and without gaps."""
+    with helpers.Ranks(2, work, str(tmp_path / "over")) as ranks:
+        helpers.wait_until(lambda: len(look(ranks.pids[0])["groups"]) == 2, 60)
+        arguments = ranks.pids[1], str(tmp_path / "trace.json"), "0.5"
+        (files,) = helpers.run_ranks(1, record_from_outside, *arguments)
+        (tmp_path / "over").touch()
+        assert [outcome.error for outcome in ranks.join()] == [None, None]
+    assert files == [str(tmp_path / f"group{n}.trace.json") for n in range(2)]
+    kinds = set()
+    for file in files:
+        trace = json.loads(Path(file).read_text())
+        assert trace["distributedInfo"]["world_size"] == 2
+        for rank in range(2):
+            of_rank = [e for e in trace["traceEvents"] if e["pid"] == rank]
+            assert {e["name"] for e in of_rank if e["ph"] == "M"} >= {"process_name"}
+            found = [e for e in of_rank if e.get("cat") == "operation"]
+            lost = trace["lostOperations"].get(str(rank), 0)
+            numbers = [e["args"]["sequence"] for e in found]
+            assert len(numbers) > 3
+            assert numbers[-1] - numbers[0] + 1 == len(numbers) + lost
+            assert sorted(set(numbers)) == numbers
+            kinds |= {e["name"] for e in found}
+        assert any(e.get("cat") == "wait" for e in trace["traceEvents"])
+    assert kinds == {"all_reduce 195 KiB float32", "all_reduce 1 B bool", "barrier"}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--trace", "there/is/none.json"], "--trace: there is no folder for there/is/none.json"),
+        (["--trace", "x.json", "--seconds", "0"], "--seconds must be more than 0, got 0.0"),
+    ],
+)
+def test_a_trace_that_cannot_be(words, reason, capsys):
+    with pytest.raises(SystemExit):
+        top.main(words)
+    assert reason in capsys.readouterr().err

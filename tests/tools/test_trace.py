@@ -120,10 +120,10 @@ def test_the_sampler_collects_what_the_record_forgets(world):
         pycomm.barrier(group=group)
         time.sleep(0.0001)
     sampler.stop()
-    assert sampler.lost == 0
-    assert list(sampler.operations) == list(range(1001))
+    assert sampler.log.lost == 0
+    assert list(sampler.log.operations) == list(range(1001))
     for number, last in zip(range(873, 1001), group.report(128).ranks[0].operations, strict=True):
-        seen = sampler.operations[number]
+        seen = sampler.log.operations[number]
         assert seen["sequence"] == last.sequence
         assert seen["entered"] == pytest.approx(last.entered, abs=1e-4)
 
@@ -149,13 +149,14 @@ def test_an_end_that_nobody_has_seen():
     sampler.start()
     for latest in (0, 327):
         end = time.monotonic() + 30
-        while latest not in sampler.operations and time.monotonic() < end:
+        while latest not in sampler.log.operations and time.monotonic() < end:
             time.sleep(0.001)
         group.operations = [operation(1 + i, 20.0 + i, 20.5 + i) for i in range(200, 328)]
     sampler.stop()
-    assert sampler.lost == 199
-    assert sampler.operations[0]["done"] == sampler.operations[0]["entered"] == 10.0
-    assert sampler.operations[327]["done"] == 347.5
+    sampler.log.finish()
+    assert sampler.log.lost == 199
+    assert sampler.log.operations[0]["done"] == sampler.log.operations[0]["entered"] == 10.0
+    assert sampler.log.operations[327]["done"] == 347.5
 
 
 def train(group, path, options):
