@@ -1,12 +1,24 @@
-"""The programs on pages run on two ranks."""
+"""The code blocks of pages: run, compared with a source, or marked with the reason why not."""
 
 import json
 import re
+import shlex
+from pathlib import Path
 
 import pages
 import pytest
+import yaml
 
-IMPORTS = "import torch, pycomm; import torch.distributed as dist\n"
+from benchmarks import published
+
+IMPORTS = """
+import functools, logging, sys, tempfile
+from pathlib import Path
+from unittest import mock
+import torch, pycomm
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+"""
 GROUP = IMPORTS + "group = pycomm.init()\n"
 # Another rank gets as many samples as its speed allows.
 DEALT = """
@@ -19,80 +31,244 @@ LOSSES = """
 assert losses["int8"] < 1.1 * losses["exact"]
 assert losses["exact"] < losses["sign_all_reduce"] < losses["no_residual"] < 2 * losses["exact"]
 """
+OF_DDP = "model = DistributedDataParallel(net)"
+TRAINED = """
+net, batches = net.bfloat16(), [batch.bfloat16() for batch in batches]
+model = pycomm.DataParallel(net, shard="optimizer")
+optimizer = pycomm.optim.FusedAdamW(model.parameters(), master_weights="remainder")
+loss_of(model(batches[0])).backward()
+optimizer.step()
+"""
+ERROR_RESET = """
+optimizer, sparse = torch.optim.SGD(net.parameters(), lr=0.1), pycomm.TopK(0.03, values=torch.int8)
+names, options = net.named_parameters(), {"period": 1, "local_residuals": True}
+local = pycomm.hooks.LocalSGDState(names, optimizer, compression=sparse, **options)
+model = pycomm.DataParallel(net, state=local)
+loss_of(model(batches[0])).backward()
+optimizer.step()
+local.step()
+"""
+HALF = "net, batches = net.bfloat16(), [batch.bfloat16() for batch in batches]; model = net"
+LOOP = "step, steps = 0, 2"
+# As torchrun's processes begin: without a process group, with a Store.
+AS_TORCHRUN = """
+def leave(count=[0]):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    count[0] += 1
+    store = dist.FileStore(f"{shared}.{count[0]}", 2)
+    meet = functools.partial(begin, store=store, rank=rank, world_size=2)
+    dist.init_process_group = meet
 
-
-# As the page says, about.
-FIRST_DDP = """
-assert group.size == 2
-assert abs(exact - 0.232) < 0.02 and abs(coded - 0.232) < 0.02
-assert 3.5 < after["ratio"] < 3.7 and before["exposed_ms"] > 0
+begin = dist.init_process_group
 """
 
+# By page: a program before its blocks, programs before some of them, and a check after all.
+PROGRAMS = {
+    "README.md": ("", {}, ""),
+    "docs/how-to/arrays.md": ("", {}, ""),
+    "docs/how-to/clusters.md": (
+        IMPORTS,
+        {0: "Path('table.json').write_text('[{\"algorithm\": \"ring\"}]')"},
+        "",
+    ),
+    "docs/how-to/coming-from.md": ("", {}, DEALT),
+    "docs/how-to/data-parallel.md": (
+        GROUP,
+        {
+            0: "model = net",
+            1: "model = net",
+            2: OF_DDP,
+            3: "model, state = net, pycomm.hooks.Int8State(net.named_parameters())",
+            4: "model = net",
+            5: "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n" + OF_DDP,
+            6: "model, loader = pycomm.DataParallel(net), batches[: 1 + rank]",
+            7: "make_model = lambda: torch.nn.Linear(8, 1)",
+            8: HALF,
+            11: ERROR_RESET + "validate = print",
+        },
+        "",
+    ),
+    "docs/how-to/from-zero-and-fsdp.md": (GROUP, {}, ""),
+    "docs/how-to/mixed-precision.md": (GROUP, {}, ""),
+    "docs/how-to/observing.md": (
+        GROUP,
+        {
+            0: "step = 0; pycomm.barrier()",
+            1: "train = lambda steps: [pycomm.barrier() for _ in range(steps)]",
+            2: "model = pycomm.DataParallel(net)",
+            3: "Path('metrics').mkdir(); writer = mock.Mock(); sys.modules['mlflow'] = mock.Mock()",
+            4: "train = lambda batch: pycomm.all_reduce(batch)",
+        },
+        "assert Path(f'metrics/{rank}.prom').exists() and slow is not None and writer.method_calls",
+    ),
+    "docs/how-to/optimizers.md": (
+        GROUP,
+        {
+            0: TRAINED,
+            1: TRAINED + "folder = shared",
+            2: """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cpu", (2,))
+""",
+            3: HALF,
+        },
+        "",
+    ),
+    "docs/how-to/recovery.md": (
+        GROUP,
+        {
+            0: LOOP,
+            2: "first, steps, train_one, save = 0, 2, print, print",
+            3: "import functools",
+            4: LOOP,
+            5: "progress, is_new = {}, False",
+            6: LOOP,
+            7: "progress, is_new = {}, False",
+            8: "steps, group = 2, pycomm.default_group()",
+        },
+        "assert reduce(torch.ones(4), group)[0].eq(1).all()",
+    ),
+    "docs/how-to/torch-distributed.md": (
+        IMPORTS + AS_TORCHRUN,
+        {
+            0: "leave(); x, model = torch.ones(4), net",
+            1: "leave()",
+            2: "model, batch = DistributedDataParallel(net), batches[0]",
+        },
+        "loss_of(net(batches[0])).backward()",
+    ),
+    "docs/reference/gradients.md": (
+        GROUP,
+        {
+            0: """
+torch.compile = functools.partial(torch.compile, backend="eager")  # others are tested elsewhere
+x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4)
+"""
+        },
+        "assert x.grad.eq(x.grad[0, 0]).all() and x.grad[0, 0] > 0",
+    ),
+    "docs/tutorials/codec.md": ("", {}, LOSSES),
+    "docs/tutorials/first-ddp.md": ("", {}, "assert before['exposed_ms'] > 0"),
+    "docs/tutorials/local-world.md": (
+        IMPORTS,
+        {0: "make_model = lambda: torch.nn.Linear(8, 1)"},
+        "",
+    ),
+    "docs/tutorials/memory.md": ("", {}, ""),
+    "docs/tutorials/tour.md": (
+        GROUP,
+        {
+            6: """
+model = pycomm.DataParallel(net)
+loss_of(model(batches[0])).backward()
+""",
+        },
+        "",
+    ),
+}
+# Whose blocks stand in a source, which this or another test of this folder compares.
+COMPARED = {
+    "docs/contributing/extending.md",
+    "docs/how-to/cpp.md",
+    "docs/tutorials/survive.md",
+}
 
-@pytest.mark.parametrize(
-    ("page", "blocks", "given", "then"),
-    [
-        ("README.md", 3, "", ""),
-        ("docs/how-to/coming-from.md", 13, "", DEALT),
-        ("docs/how-to/mixed-precision.md", 4, GROUP, ""),
-        ("docs/how-to/arrays.md", 1, "", ""),
-        ("docs/how-to/from-zero-and-fsdp.md", 1, GROUP, ""),
-        ("docs/tutorials/first-ddp.md", 1, "", FIRST_DDP),
-        ("docs/tutorials/codec.md", 4, "", LOSSES),
-        ("docs/tutorials/memory.md", 1, "", ""),
-    ],
-    ids=[
-        "readme",
-        "coming-from",
-        "mixed-precision",
-        "arrays",
-        "from-zero-and-fsdp",
-        "first-ddp",
-        "codec",
-        "memory",
-    ],
-)
-def test_programs(page, blocks, given, then):
-    assert pages.run(page, given=given, then=then) == blocks
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_programs(page):
+    given, before, then = PROGRAMS[page]
+    blocks = [block for block in pages.blocks_of(page, "python") if block.why is None]
+    ran, printed = pages.run(page, given, before, then)
+    assert ran == len(blocks) > 0
+    if page == "docs/tutorials/first-ddp.md":
+        printed += pages.run(page, "import os; os.environ['PYCOMM_NODE'] = str(rank)")[1]
+    assert pages.missing_in(printed, page) == []
+
+
+def test_every_block_is_run_compared_or_marked():
+    """Commands, and what is only read by others, are checked below."""
+    of_others = {"mermaid", "sh", "console", "json", "yaml"}
+    for page in pages.pages():
+        fences = re.findall(r"^ *```", (pages.ROOT / page).read_text(), re.MULTILINE)
+        assert len(fences) == 2 * len(list(pages.blocks_of(page))), page
+        for block in pages.blocks_of(page):
+            checked = page in COMPARED or block.kind in of_others
+            run = page in PROGRAMS and block.kind in ("python", "text")
+            bytes_of_formats = page == "docs/reference/wire-format.md" and block.text[:2] == "50"
+            assert checked or run or block.why or bytes_of_formats, f"{page}:{block.line}"
+
+
+def options_of(module):
+    """The text in which a module, or the modules of its package, name their options."""
+    path = pages.ROOT / module.replace(".", "/")
+    files = path.glob("**/*.py") if path.is_dir() else [path.with_suffix(".py")]
+    return "".join(file.read_text() for file in files)
+
+
+def commands():
+    """The commands of blocks, with their pages."""
+    for page in pages.pages():
+        for block in pages.blocks_of(page, "sh", "console"):
+            text = block.text.replace("\\\n", " ")
+            if block.kind == "console":
+                text = "\n".join(line[2:] for line in text.splitlines() if line[:1] == "$")
+            yield from ((page, shlex.split(line, comments=True)) for line in text.splitlines())
+
+
+def test_commands():
+    """They name modules, programs and options that there are."""
+    seen = set()
+    for page, words in commands():
+        if "-m" in words and "pytest" not in words and "python" in [*words, Path(words[0]).name]:
+            module, *rest = words[words.index("-m") + 1 :]
+            source = options_of(module)
+        elif program := next(
+            (word for word in words if re.fullmatch(r"examples/\w+\.py", word)), None
+        ):
+            rest, source = words[words.index(program) + 1 :], (pages.ROOT / program).read_text()
+            source += (pages.ROOT / "examples/devices.py").read_text()
+            module = program
+        else:
+            continue
+        options = {word.partition("=")[0] for word in rest if word.startswith("--")}
+        assert {each for each in options if f'"{each}"' not in source} == set(), (page, words)
+        seen.add(module)
+    assert {"pycomm.bench", "pycomm.advise", "pycomm.run", "examples/survive.py"} <= seen
+
+
+def test_data():
+    """Blocks of JSON and YAML are such."""
+    parsers = {"json": json.loads, "yaml": yaml.safe_load}
+    found = [
+        parsers[block.kind](block.text)
+        for page in pages.pages()
+        for block in pages.blocks_of(page, *parsers)
+    ]
+    assert len(found) > 1
+    assert all(found)
 
 
 def test_survive():
     """The tutorial's blocks stand in the example."""
     example = re.sub(r"^ +", "", (pages.ROOT / "examples/survive.py").read_text(), flags=re.M)
-    blocks = [block for _, block in pages.blocks_of("docs/tutorials/survive.md")]
+    blocks = [block.text for block in pages.blocks_of("docs/tutorials/survive.md", "python")]
     assert len(blocks) == 3
     assert all(re.sub(r"^ +", "", block, flags=re.M) in example for block in blocks)
 
 
-def test_programs_of_the_tour():
-    """Apart from those that need another process group, or a rank that dies."""
-    as_a_backend, survivors = 2, 6
-    left_out = {as_a_backend, survivors}
-    words = {as_a_backend: '("pycomm")', survivors: "group.shrink()"}
-    blocks = [block for _, block in pages.blocks_of("docs/tutorials/tour.md")]
-    assert all(word in blocks[number] for number, word in words.items())
-    assert pages.run("docs/tutorials/tour.md", left_out) == len(blocks) - len(left_out)
+@pytest.mark.parametrize("page", published.PAGES)
+def test_tables_of_results(page):
+    """`python -m benchmarks.published` makes them; others say why they are typed."""
+    text = (pages.ROOT / page).read_text()
+    assert published.MARKS.search(text)
+    assert published.with_tables(text) == text
 
 
-def test_figures_of_the_readme():
-    """The table of all-reduces has the medians of the file of results."""
-    file = pages.ROOT / "benchmarks/results/cpu_2ranks_mpi.json"
-    names = {
-        ("pycomm", "tensor"): "**pycomm**",
-        ("pycomm", "window"): "**pycomm**, tensors in its window",
-        ("mpi", "tensor"): "Open MPI 5.0",
-        ("deepspeed", "tensor"): "DeepSpeed 0.19.8, shared memory",
-        ("gloo", "tensor"): "Gloo, torch 2.13",
-    }
-    readme = (pages.ROOT / "README.md").read_text()
-    rows = json.loads(file.read_text())["rows"]
-    for contestant, name in names.items():
-        line = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", readme, re.M)[1]
-        told = [float(cell.strip(" *msu").replace(",", "")) for cell in line.split("|")]
-        for size, value, unit in zip((16 << 10, 1 << 20, 64 << 20), told, (1, 1, 1e3), strict=True):
-            medians = [
-                row["p50_us"] / unit
-                for row in rows
-                if (row["impl"], row["buffer"], row["bytes"]) == (*contestant, size)
-            ]
-            assert min(medians) == pytest.approx(value, rel=0.02), (name, size)
+def test_every_table_of_the_results_is_made():
+    """On the page of results; elsewhere tables have words."""
+    text = (pages.ROOT / "benchmarks/README.md").read_text()
+    tables = re.findall(r"(?:^<!-- (\w+): .+ -->\n\n)?^\|(?:.*\n\|)+ *-", text, re.MULTILINE)
+    assert len(tables) == len(published.TABLES)  # two on other pages, two typed
+    assert set(tables) == {"table", "typed"}
