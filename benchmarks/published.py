@@ -16,7 +16,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PAGES = ("README.md", "benchmarks/README.md", "docs/how-to/torch-distributed.md")
+PAGES = (
+    "README.md",
+    "benchmarks/README.md",
+    "docs/how-to/torch-distributed.md",
+    "docs/lab/convergence.md",
+)
 MARKS = re.compile(r"(<!-- table: (\w+) -->\n\n).*?(\n<!-- end -->)", re.DOTALL)
 SIZES = {"256 B": 256, "16 KiB": 16 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20}
 
@@ -279,6 +284,40 @@ def convergence() -> Table:
             )
 
 
+def _sparse(file: str, optimizers: dict[str, str], *, ranges: bool) -> Table:
+    """Losses of sparse settings beside uncompressed training: means over seeds, perhaps ranges."""
+    file = f"convergence_sparse_{file}"
+    names = {
+        "feedback, 1%, float32": "feedback, 1 %, fp32 values",
+        "feedback, 3%, int8": "feedback, 3 %, int8 values",
+        "reset, 3%, int8": "error reset, 3 %, int8 values",
+    }
+    yield "setting", "bits per parameter and step", *optimizers.values()
+    keys = ("setting", "ranks", "steps", "bits")
+    for setting in dict.fromkeys(tuple(row[key] for key in keys) for row in rows(file)):
+        of = dict(zip(keys, setting, strict=True))
+        cells = []
+        for optimizer in optimizers:
+            found = rows(file, optimizer=optimizer, **of)
+            seeds = [100 * each for each in found[0]["differences"]]
+            cell = f"{sum(seeds) / len(seeds):+.1f} %"
+            cells.append(f"{cell} ({min(seeds):.1f} to {max(seeds):.1f})" if ranges else cell)
+        title = f"{names[of['setting']]}, {of['ranks']} ranks, {of['steps']:,} steps"
+        yield f"{title}, {len(seeds)} seeds", f"{of['bits']:.2f}", *cells
+
+
+def sparse_characters() -> Table:
+    """The small language model."""
+    names = {"sgd": "SGD", "momentum": "momentum", "adamw": "AdamW"}
+    return _sparse("characters", names, ranges=True)
+
+
+def sparse_digits() -> Table:
+    """The vision model."""
+    names = {"sgd": "SGD", "momentum": "momentum", "adamw": "AdamW"}
+    return _sparse("digits", names | {"adamw, higher rate": "AdamW, higher rate"}, ranges=False)
+
+
 def optimizers() -> Table:
     """Goals of AdamW's steps."""
     yield "AdamW", "goal", "reached"
@@ -420,6 +459,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         shard_peers,
         training,
         convergence,
+        sparse_characters,
+        sparse_digits,
         optimizers,
         nodes,
         sharded_between_nodes,

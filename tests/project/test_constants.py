@@ -31,7 +31,7 @@ def evaluated(node):
 
 PLACES = [
     ("docs/how-to/observing.md", r"record of its last (\d+) operations", RECORD, "kRecords"),
-    ("docs/how-to/observing.md", r"those of the last (\d+) operations", RECORD, "kRecords"),
+    ("docs/how-to/observing.md", r"the texts of the last (\d+) operations", RECORD, "kRecords"),
     ("docs/how-to/observing.md", r"Each rank keeps (\d+) such texts", SUBJECT, "kSubjects"),
     ("docs/how-to/observing.md", r"why they stop, for up to ([\d.]+) s", LINK, "kFarewells"),
     ("docs/how-to/observing.md", r"awaited for ([\d.]+) s\s+more", LINK, "kFarewellsOfBlameless"),
