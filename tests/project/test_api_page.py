@@ -61,6 +61,13 @@ def test_every_kind_of_error_is_listed():
     assert {name for name in raised if name not in section} == {"SystemExit", *caught}
 
 
+def test_signatures_of_operators():
+    schemas = torch._C._jit_get_all_schemas()
+    ours = sorted(str(each).removeprefix("pycomm::") for each in schemas if "pycomm::" in str(each))
+    page = (ROOT / "docs/reference/gradients.md").read_text()
+    assert "```text\n" + "\n".join(ours) + "\n```" in page
+
+
 def test_reductions():
     """The table of what is reduced, by trying all dtypes that can be moved."""
     dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}

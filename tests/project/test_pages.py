@@ -32,6 +32,12 @@ assert losses["int8"] < 1.1 * losses["exact"]
 assert losses["exact"] < losses["sign_all_reduce"] < losses["no_residual"] < 2 * losses["exact"]
 """
 OF_DDP = "model = DistributedDataParallel(net)"
+STATE = "model, state = net, pycomm.hooks.Int8State(net.named_parameters())"
+TORCHS_HOOKS = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
+RECEIVERS = """
+Path("metrics").mkdir()
+writer, sys.modules["mlflow"] = mock.Mock(), mock.Mock()
+"""
 TRAINED = """
 net, batches = net.bfloat16(), [batch.bfloat16() for batch in batches]
 model = pycomm.DataParallel(net, shard="optimizer")
@@ -63,29 +69,29 @@ def leave(count=[0]):
 begin = dist.init_process_group
 """
 
-# By page: a program before its blocks, programs before some of them, and a check after all.
+# By page: a program before its blocks, programs before the blocks that have some words, and a check
+# after all.
 PROGRAMS = {
     "README.md": ("", {}, ""),
     "docs/how-to/arrays.md": ("", {}, ""),
     "docs/how-to/clusters.md": (
         IMPORTS,
-        {0: "Path('table.json').write_text('[{\"algorithm\": \"ring\"}]')"},
+        {'algorithms="table.json"': "Path('table.json').write_text('[{\"algorithm\": \"ring\"}]')"},
         "",
     ),
     "docs/how-to/coming-from.md": ("", {}, DEALT),
     "docs/how-to/data-parallel.md": (
         GROUP,
         {
-            0: "model = net",
-            1: "model = net",
-            2: OF_DDP,
-            3: "model, state = net, pycomm.hooks.Int8State(net.named_parameters())",
-            4: "model = net",
-            5: "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n" + OF_DDP,
-            6: "model, loader = pycomm.DataParallel(net), batches[: 1 + rank]",
-            7: "make_model = lambda: torch.nn.Linear(8, 1)",
-            8: HALF,
-            11: ERROR_RESET + "validate = print",
+            "state.register(model)": "model = net",
+            "DataParallel(model, compression": "model = net",
+            "register_comm_hook(None, pycomm": OF_DDP,
+            'torch.save({"model"': STATE,
+            'algorithm="ring"': "model = net",
+            "bf16_compress_wrapper(": TORCHS_HOOKS + OF_DDP,
+            "even_batches(loader)": "model, loader = pycomm.DataParallel(net), batches[: 1 + rank]",
+            'states="8bit"': HALF,
+            "outer_parameters()": ERROR_RESET + "validate = print",
         },
         "",
     ),
@@ -94,55 +100,54 @@ PROGRAMS = {
     "docs/how-to/observing.md": (
         GROUP,
         {
-            0: "step = 0; pycomm.barrier()",
-            1: "train = lambda steps: [pycomm.barrier() for _ in range(steps)]",
-            2: "model = pycomm.DataParallel(net)",
-            3: "Path('metrics').mkdir(); writer = mock.Mock(); sys.modules['mlflow'] = mock.Mock()",
-            4: "train = lambda batch: pycomm.all_reduce(batch)",
+            "if step % 100": "step = 0; pycomm.barrier()",
+            "train(steps=50)": "train = lambda steps: [pycomm.barrier() for _ in range(steps)]",
+            "memory.record(": "model = pycomm.DataParallel(net)",
+            "write_prometheus": RECEIVERS,
+            "pycomm.trace(": "train = lambda batch: pycomm.all_reduce(batch)",
         },
         "assert Path(f'metrics/{rank}.prom').exists() and slow is not None and writer.method_calls",
     ),
     "docs/how-to/optimizers.md": (
         GROUP,
         {
-            0: TRAINED,
-            1: TRAINED + "folder = shared",
-            2: """
+            "state_dict(to=0)": TRAINED,
+            "dcp.save(": TRAINED + "folder = shared",
+            "fully_shard(net, mesh=mesh)": """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 mesh = init_device_mesh("cpu", (2,))
 """,
-            3: HALF,
+            'offload="pinned"': HALF,
         },
         "",
     ),
     "docs/how-to/recovery.md": (
         GROUP,
         {
-            0: LOOP,
-            2: "first, steps, train_one, save = 0, 2, print, print",
-            3: "import functools",
-            4: LOOP,
-            5: "progress, is_new = {}, False",
-            6: LOOP,
-            7: "progress, is_new = {}, False",
-            8: "steps, group = 2, pycomm.default_group()",
+            "compression=pycomm.Int8(), group=group": LOOP,
+            "stop_requested()": "first, steps, train_one, save = 0, 2, print, print",
+            "ddp = process_group = None": LOOP,
+            "def connect": "progress, is_new = {}, False",
+            "replicas=2": LOOP,
+            "model.regroup(group)  # a newcomer": "progress, is_new = {}, False",
+            "LocalSGDState(": "steps, group = 2, pycomm.default_group()",
         },
         "assert reduce(torch.ones(4), group)[0].eq(1).all()",
     ),
     "docs/how-to/torch-distributed.md": (
         IMPORTS + AS_TORCHRUN,
         {
-            0: "leave(); x, model = torch.ones(4), net",
-            1: "leave()",
-            2: "model, batch = DistributedDataParallel(net), batches[0]",
+            "dist.all_reduce(x)": "leave(); x, model = torch.ones(4), net",
+            "backend.options(": "leave()",
+            "dist.shrink_group(": "model, batch = DistributedDataParallel(net), batches[0]",
         },
         "loss_of(net(batches[0])).backward()",
     ),
     "docs/reference/gradients.md": (
         GROUP,
         {
-            0: """
+            "torch.compile(loss)": """
 torch.compile = functools.partial(torch.compile, backend="eager")  # others are tested elsewhere
 x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4)
 """
@@ -153,14 +158,14 @@ x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4)
     "docs/tutorials/first-ddp.md": ("", {}, "assert before['exposed_ms'] > 0"),
     "docs/tutorials/local-world.md": (
         IMPORTS,
-        {0: "make_model = lambda: torch.nn.Linear(8, 1)"},
+        {"make_model()": "make_model = lambda: torch.nn.Linear(8, 1)"},
         "",
     ),
     "docs/tutorials/memory.md": ("", {}, ""),
     "docs/tutorials/tour.md": (
         GROUP,
         {
-            6: """
+            "group.shrink()": """
 model = pycomm.DataParallel(net)
 loss_of(model(batches[0])).backward()
 """,
@@ -182,6 +187,8 @@ def test_programs(page):
     blocks = [block for block in pages.blocks_of(page, "python") if block.why is None]
     ran, printed = pages.run(page, given, before, then)
     assert ran == len(blocks) > 0
+    for words in before:
+        assert sum(words in block.text for block in blocks) == 1, words
     if page == "docs/tutorials/first-ddp.md":
         printed += pages.run(page, "import os; os.environ['PYCOMM_NODE'] = str(rank)")[1]
     assert pages.missing_in(printed, page) == []

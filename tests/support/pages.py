@@ -77,7 +77,7 @@ def readers_own(rank: int) -> dict[str, Any]:
 
 
 def run_blocks(
-    rank: int, size: int, store: str, page: str, given: str, before: Mapping[int, str], then: str
+    rank: int, size: int, store: str, page: str, given: str, before: Mapping[str, str], then: str
 ) -> tuple[list[int], str]:
     """Runs the blocks on one rank, each with what the blocks before it have defined.
 
@@ -91,11 +91,11 @@ def run_blocks(
     ran, printed = [], io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         exec(given, names)
-        for number, block in enumerate(blocks_of(page, "python")):
+        for block in blocks_of(page, "python"):
             if block.why is not None:
                 continue
             names |= readers_own(rank)
-            exec(before.get(number, ""), names)
+            exec("\n".join(before[words] for words in before if words in block.text), names)
             exec(compile("\n" * block.line + block.text, page, "exec"), names)  # with its lines
             ran.append(block.line + 1)
         exec(then, names)
@@ -104,14 +104,14 @@ def run_blocks(
 
 
 def run(
-    page: str, given: str = "", before: Mapping[int, str] | None = None, then: str = ""
+    page: str, given: str = "", before: Mapping[str, str] | None = None, then: str = ""
 ) -> tuple[int, str]:
     """Runs a page's blocks on two ranks.
 
     Args:
         page: the page, by its path in the project.
         given: a program that defines what the page takes for granted.
-        before: by a block's number, a program that defines what this block takes for granted.
+        before: by words of a block, a program that defines what this block takes for granted.
         then: a program that checks what the blocks have defined.
 
     Returns:
