@@ -273,6 +273,36 @@ def test_tables_of_results(page):
     assert published.with_tables(text) == text
 
 
+# Figures in sentences: the page, the words around each, and where it comes from.
+FIGURES = [
+    (
+        "README.md",
+        r"was ([\d.]+) times as fast as torch's fused one in fp32, and ([\d.]+) times in bf16",
+        [
+            ("h200/gpu", "peer_ratio", {"name": "adamw_fp32"}),
+            ("h200/gpu", "peer_ratio", {"name": "adamw_bf16_remainder"}),
+        ],
+    ),
+    (
+        "docs/tutorials/first-ddp.md",
+        r"a step of 10\s+million parameters took (\d+) ms instead of (\d+)",
+        [
+            ("nodes", "time_us", {"case": "training", "contestant": "pycomm int8_hook"}),
+            ("nodes", "time_us", {"case": "training", "contestant": "gloo"}),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("page", "words", "sources"), FIGURES)
+def test_figures_of_sentences(page, words, sources):
+    (told,) = re.findall(words, (pages.ROOT / page).read_text())
+    values = [published.least(file, field, **of) for file, field, of in sources]
+    scale = {"time_us": 1e-3, "peer_ratio": 1}
+    expected = [value * scale[field] for value, (_, field, _) in zip(values, sources, strict=True)]
+    assert list(told) == [published.digits(each) for each in expected]
+
+
 def test_every_table_of_the_results_is_made():
     """On the page of results; elsewhere tables have words."""
     text = (pages.ROOT / "benchmarks/README.md").read_text()
