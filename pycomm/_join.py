@@ -20,8 +20,9 @@ def join(address: str | os.PathLike[str], timeout: float | timedelta | None = No
     if there is none.
 
     Args:
-        address: the group's :attr:`pycomm.Group.address`; or the path of a file with an address per
-            line. Each try reads the file again, so the members may write new addresses.
+        address: the group's :attr:`pycomm.Group.address`, a text; or the :class:`pathlib.Path` of a
+            file with an address per line. Each try reads the file again, so the members may write
+            new addresses.
         timeout: how long to wait until the members let this process in, in seconds or as a
             timedelta.
 

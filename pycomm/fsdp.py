@@ -2,12 +2,14 @@
 
 .. code-block:: python
 
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from pycomm.fsdp import AllGather, ReduceScatter
 
-    fully_shard(net)
-    net.set_custom_all_gather(AllGather(group, pycomm.Int8()))
-    net.set_custom_reduce_scatter(ReduceScatter(group, pycomm.Int8()))
+    mesh = init_device_mesh("cpu", (ranks,))
+    fully_shard(net, mesh=mesh)
+    net.set_custom_all_gather(AllGather(mesh, pycomm.Int8()))
+    net.set_custom_reduce_scatter(ReduceScatter(mesh, pycomm.Int8()))
 
 docs/how-to/torch-distributed.md#fsdp2 gives the bytes and the bounds. `import pycomm` does not
 import this module, because FSDP2 takes seconds to import.

@@ -91,7 +91,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=10_000_000,
         help="parameters of the trained model (default 10M)",
     )
-    add("--no-training", action="store_true")
+    add("--no-training", action="store_true", help="measure no training steps")
     add("--sharded", action="store_true", help="measure only steps of sharded wrappers")
     add("--algorithms", action="store_true", help="measure only two-shot, ring and tree")
     add("--cuts", type=int, default=50, help="number of times to cut the link (default 50)")

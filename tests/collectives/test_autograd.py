@@ -15,6 +15,8 @@ from operators import (
 )
 from torch.autograd import forward_ad
 
+import pycomm
+
 OPS = torch.ops.pycomm
 
 
@@ -170,14 +172,29 @@ def test_ranks_compile_the_same_graphs():
 
 
 def test_transforms_of_functions_raise(world):
-    """torch.func.grad raises instead of giving a wrong result."""
-    group = world(1).groups[0]
+    """All of torch.func's raise instead of giving a wrong result."""
+    group, x = world(1).groups[0], torch.ones(4)
 
     def loss(x):
         return OPS.all_reduce(x, "sum", "auto", group.name).sum()
 
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(loss)(torch.ones(4))
+    for transform in (
+        lambda: torch.func.grad(loss)(x),
+        lambda: torch.func.vjp(loss, x),
+        lambda: torch.func.jvp(loss, (x,), (x,)),
+        lambda: torch.func.jacrev(loss)(x),
+        lambda: torch.func.jacfwd(loss)(x),
+    ):
+        with pytest.raises(RuntimeError, match="functorch transforms"):
+            transform()
+
+
+def test_codecs_ignore_gradients():
+    x = torch.ones(4, requires_grad=True)
+    assert not pycomm.Int8().encode(x).requires_grad
+    assert not pycomm.TopK(0.5).select(x)[1].requires_grad
+    with pytest.raises(ValueError, match="x must not require grad"):
+        OPS.encode(x, "int8", 0, 0)
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])

@@ -181,7 +181,7 @@ def test_decode_adds(name):
 
 def test_the_documentation_s_examples():
     text = (Path(__file__).parents[2] / "docs/reference/wire-format.md").read_text()
-    blocks = re.findall(r"```\n(50 43 .*?)```", text, re.S)
+    blocks = re.findall(r"```text\n(50 43 .*?)```", text, re.S)
     lines = [[line.split("   ")[0] for line in block.splitlines()] for block in blocks]
     int8, top = (bytes.fromhex("".join(block)) for block in lines)
     assert encoded(pycomm.Int8(), torch.tensor([0.5, -1, 0.25, 2.54])) == int8

@@ -50,7 +50,7 @@ def test_on_a_gpu(name, options, words):
 
 def test_the_program_of_the_readme(tmp_path):
     """It learns with the device that its comment names."""
-    (_, program), *_ = pages.blocks_of("README.md")
+    program = next(pages.blocks_of("README.md", "python")).text
     on_the_cpu = 'torch.device("cpu")'
     assert on_the_cpu in program
     (tmp_path / "train.py").write_text(program.replace(on_the_cpu, 'torch.device("cuda")'))

@@ -1,17 +1,22 @@
 """docs/reference/api.md lists every public name, and no other."""
 
+import contextlib
 import importlib
 import re
 from pathlib import Path
 
+import pytest
+import torch
 from torch.utils import cpp_extension
 
 import pycomm
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = set(re.findall(r"`([^`]+)`", (ROOT / "docs/reference/api.md").read_text()))
+PAGE = (ROOT / "docs/reference/api.md").read_text()
+WORDS = set(re.findall(r"`([^`]+)`", PAGE))
 OPTIONS = ROOT / "docs/how-to/build-options.md"
 CMAKE = ROOT / "CMakeLists.txt"
+OPS = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")
 MODULES = ("hooks", "optim")  # whose names are not pycomm's own
 ENVIRON = re.compile(r'environ(?:\.get\(|\.setdefault\(|\[)"([A-Z_]+)"')
 # What tools for measuring set, and what launchers set.
@@ -27,6 +32,63 @@ def public_names():
 
 def test_every_public_name_is_listed():
     assert set(public_names()) - WORDS == set()
+
+
+@pytest.mark.parametrize("name", ["exporters", "memory", "report", "stats"])
+def test_every_public_name_of_a_module_is_listed(name):
+    """By its own name or, where pycomm has it, too, by that one."""
+    module = importlib.import_module(f"pycomm.{name}")
+    own = {each for each, value in vars(module).items() if value_of(module, value)}
+    public = {each for each in own if not each.startswith(("_", "make_"))}
+    assert len(public) > 3
+    missing = {each for each in public if f"pycomm.{name}.{each}" not in WORDS}
+    assert {each for each in missing if f"pycomm.{each}" not in WORDS} == set()
+
+
+def value_of(module, value):
+    return getattr(value, "__module__", "") == module.__name__
+
+
+def test_every_kind_of_error_is_listed():
+    """Of those that pycomm raises and does not catch itself, apart from the commands' exits."""
+    raised = set()
+    for path in ROOT.glob("pycomm/**/*.py"):
+        if not {"bench", "advise", "check"} & set(path.parts):
+            raised |= set(re.findall(r"\braise ([A-Z]\w+)\(", path.read_text()))
+    section = PAGE.partition("## Errors")[2].partition("\n## ")[0]
+    assert {"RuntimeError", "Timeout"} < raised
+    caught = {"OSError", "ConnectionError", "TimeoutError"}
+    assert {name for name in raised if name not in section} == {"SystemExit", *caught}
+
+
+def test_signatures_of_operators():
+    schemas = torch._C._jit_get_all_schemas()
+    ours = sorted(str(each).removeprefix("pycomm::") for each in schemas if "pycomm::" in str(each))
+    page = (ROOT / "docs/reference/gradients.md").read_text()
+    assert "```text\n" + "\n".join(ours) + "\n```" in page
+
+
+def test_reductions():
+    """The table of what is reduced, by trying all dtypes that can be moved."""
+    dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    by_reductions = {}
+    with pycomm.LocalWorld(1) as world:
+
+        def runs(operation, dtype, *options):
+            with contextlib.suppress(ValueError, TypeError, RuntimeError):
+                operation(torch.zeros(4, dtype=dtype), *options, group=world.groups[0])
+                return True
+            return False
+
+        for dtype in sorted(dtypes, key=str):
+            name = str(dtype).removeprefix("torch.")
+            whole_bytes = not re.fullmatch(r"u?int[1-7]", name)
+            if whole_bytes and runs(pycomm.broadcast, dtype, 0):
+                has = [f"`{op}`" for op in OPS if runs(pycomm.all_reduce, dtype, op)]
+                by_reductions.setdefault(", ".join(has) or "none", []).append(f"`{name}`")
+    rows = [f"| {', '.join(names)} | {has} |" for has, names in by_reductions.items()]
+    table = PAGE.partition("| dtypes | reductions |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert table.splitlines() == rows
 
 
 def test_every_listed_name_exists():

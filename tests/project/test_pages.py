@@ -1,12 +1,24 @@
-"""The programs on pages run on two ranks."""
+"""The code blocks of pages: run, compared with a source, or marked with the reason why not."""
 
 import json
 import re
+import shlex
+from pathlib import Path
 
 import pages
 import pytest
+import yaml
 
-IMPORTS = "import torch, pycomm; import torch.distributed as dist\n"
+from benchmarks import published
+
+IMPORTS = """
+import functools, logging, sys, tempfile
+from pathlib import Path
+from unittest import mock
+import torch, pycomm
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+"""
 GROUP = IMPORTS + "group = pycomm.init()\n"
 # Another rank gets as many samples as its speed allows.
 DEALT = """
@@ -19,80 +31,281 @@ LOSSES = """
 assert losses["int8"] < 1.1 * losses["exact"]
 assert losses["exact"] < losses["sign_all_reduce"] < losses["no_residual"] < 2 * losses["exact"]
 """
+OF_DDP = "model = DistributedDataParallel(net)"
+STATE = "model, state = net, pycomm.hooks.Int8State(net.named_parameters())"
+TORCHS_HOOKS = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
+RECEIVERS = """
+Path("metrics").mkdir()
+writer, sys.modules["mlflow"] = mock.Mock(), mock.Mock()
+"""
+TRAINED = """
+net, batches = net.bfloat16(), [batch.bfloat16() for batch in batches]
+model = pycomm.DataParallel(net, shard="optimizer")
+optimizer = pycomm.optim.FusedAdamW(model.parameters(), master_weights="remainder")
+loss_of(model(batches[0])).backward()
+optimizer.step()
+"""
+ERROR_RESET = """
+optimizer, sparse = torch.optim.SGD(net.parameters(), lr=0.1), pycomm.TopK(0.03, values=torch.int8)
+names, options = net.named_parameters(), {"period": 1, "local_residuals": True}
+local = pycomm.hooks.LocalSGDState(names, optimizer, compression=sparse, **options)
+model = pycomm.DataParallel(net, state=local)
+loss_of(model(batches[0])).backward()
+optimizer.step()
+local.step()
+"""
+HALF = "net, batches = net.bfloat16(), [batch.bfloat16() for batch in batches]; model = net"
+LOOP = "step, steps = 0, 2"
+# As torchrun's processes begin: without a process group, with a Store.
+AS_TORCHRUN = """
+def leave(count=[0]):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    count[0] += 1
+    store = dist.FileStore(f"{shared}.{count[0]}", 2)
+    meet = functools.partial(begin, store=store, rank=rank, world_size=2)
+    dist.init_process_group = meet
 
-
-# As the page says, about.
-FIRST_DDP = """
-assert group.size == 2
-assert abs(exact - 0.232) < 0.02 and abs(coded - 0.232) < 0.02
-assert 3.5 < after["ratio"] < 3.7 and before["exposed_ms"] > 0
+begin = dist.init_process_group
 """
 
+# By page: a program before its blocks, programs before the blocks that have some words, and a check
+# after all.
+PROGRAMS = {
+    "README.md": ("", {}, ""),
+    "docs/how-to/arrays.md": ("", {}, ""),
+    "docs/how-to/clusters.md": (
+        IMPORTS,
+        {'algorithms="table.json"': "Path('table.json').write_text('[{\"algorithm\": \"ring\"}]')"},
+        "",
+    ),
+    "docs/how-to/coming-from.md": ("", {}, DEALT),
+    "docs/how-to/data-parallel.md": (
+        GROUP,
+        {
+            "state.register(model)": "model = net",
+            "DataParallel(model, compression": "model = net",
+            "register_comm_hook(None, pycomm": OF_DDP,
+            'torch.save({"model"': STATE,
+            'algorithm="ring"': "model = net",
+            "bf16_compress_wrapper(": TORCHS_HOOKS + OF_DDP,
+            "even_batches(loader)": "model, loader = pycomm.DataParallel(net), batches[: 1 + rank]",
+            'states="8bit"': HALF,
+            "outer_parameters()": ERROR_RESET + "validate = print",
+        },
+        "",
+    ),
+    "docs/how-to/from-zero-and-fsdp.md": (GROUP, {}, ""),
+    "docs/how-to/mixed-precision.md": (GROUP, {}, ""),
+    "docs/how-to/observing.md": (
+        GROUP,
+        {
+            "if step % 100": "step = 0; pycomm.barrier()",
+            "train(steps=50)": "train = lambda steps: [pycomm.barrier() for _ in range(steps)]",
+            "memory.record(": "model = pycomm.DataParallel(net)",
+            "write_prometheus": RECEIVERS,
+            "pycomm.trace(": "train = lambda batch: pycomm.all_reduce(batch)",
+        },
+        "assert Path(f'metrics/{rank}.prom').exists() and slow is not None and writer.method_calls",
+    ),
+    "docs/how-to/optimizers.md": (
+        GROUP,
+        {
+            "state_dict(to=0)": TRAINED,
+            "dcp.save(": TRAINED + "folder = shared",
+            "fully_shard(net, mesh=mesh)": """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cpu", (2,))
+""",
+            'offload="pinned"': HALF,
+        },
+        "",
+    ),
+    "docs/how-to/recovery.md": (
+        GROUP,
+        {
+            "compression=pycomm.Int8(), group=group": LOOP,
+            "stop_requested()": "first, steps, train_one, save = 0, 2, print, print",
+            "ddp = process_group = None": LOOP,
+            "def connect": "progress, is_new = {}, False",
+            "replicas=2": LOOP,
+            "model.regroup(group)  # a newcomer": "progress, is_new = {}, False",
+            "LocalSGDState(": "steps, group = 2, pycomm.default_group()",
+        },
+        "assert reduce(torch.ones(4), group)[0].eq(1).all()",
+    ),
+    "docs/how-to/torch-distributed.md": (
+        IMPORTS + AS_TORCHRUN,
+        {
+            "dist.all_reduce(x)": "leave(); x, model = torch.ones(4), net",
+            "backend.options(": "leave()",
+            "dist.shrink_group(": "model, batch = DistributedDataParallel(net), batches[0]",
+        },
+        "loss_of(net(batches[0])).backward()",
+    ),
+    "docs/reference/gradients.md": (
+        GROUP,
+        {
+            "torch.compile(loss)": """
+torch.compile = functools.partial(torch.compile, backend="eager")  # others are tested elsewhere
+x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4)
+"""
+        },
+        "assert x.grad.eq(x.grad[0, 0]).all() and x.grad[0, 0] > 0",
+    ),
+    "docs/tutorials/codec.md": ("", {}, LOSSES),
+    "docs/tutorials/first-ddp.md": ("", {}, "assert before['exposed_ms'] > 0"),
+    "docs/tutorials/local-world.md": (
+        IMPORTS,
+        {"make_model()": "make_model = lambda: torch.nn.Linear(8, 1)"},
+        "",
+    ),
+    "docs/tutorials/memory.md": ("", {}, ""),
+    "docs/tutorials/tour.md": (
+        GROUP,
+        {
+            "group.shrink()": """
+model = pycomm.DataParallel(net)
+loss_of(model(batches[0])).backward()
+""",
+        },
+        "",
+    ),
+}
+# Whose blocks stand in a source, which this or another test of this folder compares.
+COMPARED = {
+    "docs/contributing/extending.md",
+    "docs/how-to/cpp.md",
+    "docs/tutorials/survive.md",
+}
 
-@pytest.mark.parametrize(
-    ("page", "blocks", "given", "then"),
-    [
-        ("README.md", 3, "", ""),
-        ("docs/how-to/coming-from.md", 13, "", DEALT),
-        ("docs/how-to/mixed-precision.md", 4, GROUP, ""),
-        ("docs/how-to/arrays.md", 1, "", ""),
-        ("docs/how-to/from-zero-and-fsdp.md", 1, GROUP, ""),
-        ("docs/tutorials/first-ddp.md", 1, "", FIRST_DDP),
-        ("docs/tutorials/codec.md", 4, "", LOSSES),
-        ("docs/tutorials/memory.md", 1, "", ""),
-    ],
-    ids=[
-        "readme",
-        "coming-from",
-        "mixed-precision",
-        "arrays",
-        "from-zero-and-fsdp",
-        "first-ddp",
-        "codec",
-        "memory",
-    ],
-)
-def test_programs(page, blocks, given, then):
-    assert pages.run(page, given=given, then=then) == blocks
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_programs(page):
+    given, before, then = PROGRAMS[page]
+    blocks = [block for block in pages.blocks_of(page, "python") if block.why is None]
+    ran, printed = pages.run(page, given, before, then)
+    assert ran == len(blocks) > 0
+    for words in before:
+        assert sum(words in block.text for block in blocks) == 1, words
+    if page == "docs/tutorials/first-ddp.md":
+        printed += pages.run(page, "import os; os.environ['PYCOMM_NODE'] = str(rank)")[1]
+    assert pages.missing_in(printed, page) == []
+
+
+def test_every_block_is_run_compared_or_marked():
+    """Commands, and what is only read by others, are checked below."""
+    of_others = {"mermaid", "sh", "console", "json", "yaml"}
+    for page in pages.pages():
+        fences = re.findall(r"^ *```", (pages.ROOT / page).read_text(), re.MULTILINE)
+        assert len(fences) == 2 * len(list(pages.blocks_of(page))), page
+        for block in pages.blocks_of(page):
+            checked = page in COMPARED or block.kind in of_others
+            run = page in PROGRAMS and block.kind in ("python", "text")
+            bytes_of_formats = page == "docs/reference/wire-format.md" and block.text[:2] == "50"
+            assert checked or run or block.why or bytes_of_formats, f"{page}:{block.line}"
+
+
+def options_of(module):
+    """The text in which a module, or the modules of its package, name their options."""
+    path = pages.ROOT / module.replace(".", "/")
+    files = path.glob("**/*.py") if path.is_dir() else [path.with_suffix(".py")]
+    return "".join(file.read_text() for file in files)
+
+
+def commands():
+    """The commands of blocks, with their pages."""
+    for page in pages.pages():
+        for block in pages.blocks_of(page, "sh", "console"):
+            text = block.text.replace("\\\n", " ")
+            if block.kind == "console":
+                text = "\n".join(line[2:] for line in text.splitlines() if line[:1] == "$")
+            yield from ((page, shlex.split(line, comments=True)) for line in text.splitlines())
+
+
+def test_commands():
+    """They name modules, programs and options that there are."""
+    seen = set()
+    for page, words in commands():
+        if "-m" in words and "pytest" not in words and "python" in [*words, Path(words[0]).name]:
+            module, *rest = words[words.index("-m") + 1 :]
+            source = options_of(module)
+        elif program := next(
+            (word for word in words if re.fullmatch(r"examples/\w+\.py", word)), None
+        ):
+            rest, source = words[words.index(program) + 1 :], (pages.ROOT / program).read_text()
+            source += (pages.ROOT / "examples/devices.py").read_text()
+            module = program
+        else:
+            continue
+        options = {word.partition("=")[0] for word in rest if word.startswith("--")}
+        assert {each for each in options if f'"{each}"' not in source} == set(), (page, words)
+        seen.add(module)
+    assert {"pycomm.bench", "pycomm.advise", "pycomm.run", "examples/survive.py"} <= seen
+
+
+def test_data():
+    """Blocks of JSON and YAML are such."""
+    parsers = {"json": json.loads, "yaml": yaml.safe_load}
+    found = [
+        parsers[block.kind](block.text)
+        for page in pages.pages()
+        for block in pages.blocks_of(page, *parsers)
+    ]
+    assert len(found) > 1
+    assert all(found)
 
 
 def test_survive():
     """The tutorial's blocks stand in the example."""
     example = re.sub(r"^ +", "", (pages.ROOT / "examples/survive.py").read_text(), flags=re.M)
-    blocks = [block for _, block in pages.blocks_of("docs/tutorials/survive.md")]
+    blocks = [block.text for block in pages.blocks_of("docs/tutorials/survive.md", "python")]
     assert len(blocks) == 3
     assert all(re.sub(r"^ +", "", block, flags=re.M) in example for block in blocks)
 
 
-def test_programs_of_the_tour():
-    """Apart from those that need another process group, or a rank that dies."""
-    as_a_backend, survivors = 2, 6
-    left_out = {as_a_backend, survivors}
-    words = {as_a_backend: '("pycomm")', survivors: "group.shrink()"}
-    blocks = [block for _, block in pages.blocks_of("docs/tutorials/tour.md")]
-    assert all(word in blocks[number] for number, word in words.items())
-    assert pages.run("docs/tutorials/tour.md", left_out) == len(blocks) - len(left_out)
+@pytest.mark.parametrize("page", published.PAGES)
+def test_tables_of_results(page):
+    """`python -m benchmarks.published` makes them; others say why they are typed."""
+    text = (pages.ROOT / page).read_text()
+    assert published.MARKS.search(text)
+    assert published.with_tables(text) == text
 
 
-def test_figures_of_the_readme():
-    """The table of all-reduces has the medians of the file of results."""
-    file = pages.ROOT / "benchmarks/results/cpu_2ranks_mpi.json"
-    names = {
-        ("pycomm", "tensor"): "**pycomm**",
-        ("pycomm", "window"): "**pycomm**, tensors in its window",
-        ("mpi", "tensor"): "Open MPI 5.0",
-        ("deepspeed", "tensor"): "DeepSpeed 0.19.8, shared memory",
-        ("gloo", "tensor"): "Gloo, torch 2.13",
-    }
-    readme = (pages.ROOT / "README.md").read_text()
-    rows = json.loads(file.read_text())["rows"]
-    for contestant, name in names.items():
-        line = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", readme, re.M)[1]
-        told = [float(cell.strip(" *msu").replace(",", "")) for cell in line.split("|")]
-        for size, value, unit in zip((16 << 10, 1 << 20, 64 << 20), told, (1, 1, 1e3), strict=True):
-            medians = [
-                row["p50_us"] / unit
-                for row in rows
-                if (row["impl"], row["buffer"], row["bytes"]) == (*contestant, size)
-            ]
-            assert min(medians) == pytest.approx(value, rel=0.02), (name, size)
+# Figures in sentences: the page, the words around each, and where it comes from.
+FIGURES = [
+    (
+        "README.md",
+        r"was ([\d.]+) times as fast as torch's fused one in fp32, and ([\d.]+) times in bf16",
+        [
+            ("h200/gpu", "peer_ratio", {"name": "adamw_fp32"}),
+            ("h200/gpu", "peer_ratio", {"name": "adamw_bf16_remainder"}),
+        ],
+    ),
+    (
+        "docs/tutorials/first-ddp.md",
+        r"a step of 10\s+million parameters took (\d+) ms instead of (\d+)",
+        [
+            ("nodes", "time_us", {"case": "training", "contestant": "pycomm int8_hook"}),
+            ("nodes", "time_us", {"case": "training", "contestant": "gloo"}),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("page", "words", "sources"), FIGURES)
+def test_figures_of_sentences(page, words, sources):
+    (told,) = re.findall(words, (pages.ROOT / page).read_text())
+    values = [published.least(file, field, **of) for file, field, of in sources]
+    scale = {"time_us": 1e-3, "peer_ratio": 1}
+    expected = [value * scale[field] for value, (_, field, _) in zip(values, sources, strict=True)]
+    assert list(told) == [published.digits(each) for each in expected]
+
+
+def test_every_table_of_the_results_is_made():
+    """On the page of results; elsewhere tables have words."""
+    text = (pages.ROOT / "benchmarks/README.md").read_text()
+    tables = re.findall(r"(?:^<!-- (\w+): .+ -->\n\n)?^\|(?:.*\n\|)+ *-", text, re.MULTILINE)
+    assert tables.count("typed") == 2  # of what is gone
+    assert set(tables) == {"table", "typed"}

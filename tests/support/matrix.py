@@ -1,7 +1,8 @@
-"""What operations do with tensors of a device: the table of docs/reference/api.md, by running."""
+"""What operations do with tensors of a device: the tables of docs/reference/api.md, by running."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -12,7 +13,9 @@ import pycomm
 from pycomm._runtime.cuda import HostMirror
 
 OPS = torch.ops.pycomm
-PAGE = Path(__file__).parents[2] / "docs/reference/api.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/reference/api.md"
+RESULTS = ROOT / "benchmarks/results"
 COLUMNS = (
     "CPU, one node",
     "CPU, several nodes",
@@ -246,3 +249,34 @@ def documented(column: str) -> dict[str, str]:
         for name in names.split(", "):
             table[name] = row[COLUMNS.index(column)]
     return table
+
+
+def _gpus(file: Path) -> int:
+    """On how many GPUs these results were measured."""
+    meta = json.loads(file.read_text()).get("meta", {})
+    return int(meta.get("gpus", 1)) if "gpu" in meta else 0
+
+
+def status() -> list[str]:
+    """The table of what each column has run on, by the tests and the files of results.
+
+    A column is tested by the file that names it. If that lies in tests/gpu, the test awaits a
+    device and runs on emulated ones.
+    """
+    tests = [*ROOT.glob("tests/collectives/test_*.py"), *ROOT.glob("tests/gpu/test_*.py")]
+    gpus = {file: _gpus(file) for file in RESULTS.rglob("*.json")}
+    most = max(gpus.values())
+    lines = ["| tensors, transport | every row is tested on | real runs |", "|---|---|---|"]
+    for column in COLUMNS:
+        (test,) = [file for file in tests if f'"{column}",' in file.read_text()]
+        emulated = test.parent.name == "gpu"
+        if not emulated:
+            ran = "the same"
+        elif "several" in column:
+            ran = "never"
+        else:
+            model = {json.loads(f.read_text())["meta"]["gpu"]["name"] for f in gpus if gpus[f]}
+            ran = f"{most} {', '.join(sorted(model))}"
+        lines.append(f"| {column} | {'emulated devices' if emulated else 'CPUs'} | {ran} |")
+    lines.append(f"| CUDA, several GPUs | emulated devices | {'never' if most < 2 else most} |")
+    return lines
