@@ -92,6 +92,12 @@ racecheck tsan asan: $(VENV)/.torch
 cpp-test mutants emulator racecheck tsan asan:
 	@PATH="$(abspath $(BIN)):$$PATH" sh tests/cpp/run.sh $@ $(PART)
 
+# All results of CPUs again, on this commit: several runs of each command, in hours; go on after Ctrl-C.
+.PHONY: results
+RUNS ?= 5
+results: $(VENV)/.built
+	$(BIN)/python -m benchmarks.rerun out/results --runs $(RUNS)
+
 # How each source is compiled, for clangd and the like; on x86-64 with the kernels, as C++.
 compile-commands: $(VENV)/.torch
 	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/$@ -G Ninja -DPYCOMM_BUILD_TESTS=ON \
