@@ -77,24 +77,16 @@ def check(case, spoil=False):
                 compare(f"{name} of {where}", state_in_fp32(state, name), expected)
 
 
-def in_fp32(tensor):
-    """By numpy if it is in fp16: which NaN torch makes of one depends on processor and length."""
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype == FP16:
-        return torch.from_numpy(tensor.numpy().astype(np.float32))
-    return tensor.float()
-
-
 def state_in_fp32(state, name):
     place = _storage.place_in(state, name)
     if state[place].dtype != FP16:
         return _storage.to_fp32(state, name)
-    values = in_fp32(state[place])
+    values = golden.in_fp32(state[place])
     return values if place == name else values.square()
 
 
 def compare(where, got, expected):
-    got = in_fp32(got).numpy().ravel().view(np.uint32)
+    got = golden.in_fp32(got).numpy().ravel().view(np.uint32)
     wrong = np.flatnonzero(got != expected.view(np.uint32))
     assert not len(wrong), (
         f"{len(wrong)} of {len(got)} elements are wrong, the first at {wrong[0]}: "

@@ -73,6 +73,14 @@ def widen(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
+def in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """By numpy if it is in fp16: which NaN torch makes of one depends on processor and length."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.float16:
+        return torch.from_numpy(tensor.numpy().astype(np.float32))
+    return tensor.float()
+
+
 def narrow(accumulated: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """Rounds to nearest even, and gives a NaN its one canonical form."""
     tensor = torch.from_numpy(np.ascontiguousarray(accumulated)).to(dtype)

@@ -29,7 +29,7 @@ def magnitude(values: np.ndarray) -> np.ndarray:
 
 def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """To a float type and back."""
-    return golden.narrow(np.array(values, dtype=np.float32), dtype).float().numpy()
+    return golden.in_fp32(golden.narrow(np.array(values, dtype=np.float32), dtype)).numpy()
 
 
 # Random bits.

@@ -162,7 +162,7 @@ def roots(values: np.ndarray, random: np.ndarray) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    return golden.narrow(np.array(values, dtype=F), dtype).float().numpy()
+    return golden.in_fp32(golden.narrow(np.array(values, dtype=F), dtype)).numpy()
 
 
 def square_sum(values: np.ndarray) -> float:
