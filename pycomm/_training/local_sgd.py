@@ -683,8 +683,9 @@ class LocalSGDState(HookState):
             )
         self._outer.check(state_dict["outer"])
         self._differences.load_state_dict(state_dict["differences"])
-        self._outer.load(state_dict["outer"])
         self.steps = state_dict["steps"]
+        # The warm-up ends with a snapshot.
+        self._outer.load(state_dict["outer"] if self.steps >= self._gradient_steps else {})
         self.agreements = state_dict["agreements"]
         self._pending = state_dict["pending"]
         self._came_late = state_dict.get("came_late", False)

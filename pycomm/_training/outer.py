@@ -218,12 +218,24 @@ class _Piece:
 
     def snapshot(self, optimizers: InnerOptimizers, rule: Rule) -> None:
         """Records the present parameters as the common parameters of all ranks."""
+        self.last, self.velocity = self._present(optimizers, rule)
+
+    def common(
+        self, optimizers: InnerOptimizers, rule: Rule
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The common parameters and the momentum; without a snapshot, what it would record."""
+        if self.last is None:
+            return self._present(optimizers, rule)
+        return self.last, self.velocity
+
+    def _present(
+        self, optimizers: InnerOptimizers, rule: Rule
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype, device = self.kind
-        self.last = torch.empty(self.count, dtype=dtype, device=device)
-        if rule.momentum:
-            self.velocity = torch.zeros_like(self.last)
-        for parameter, place in zip(self.parameters, self.views(self.last).values(), strict=True):
+        flat = torch.empty(self.count, dtype=dtype, device=device)
+        for parameter, place in zip(self.parameters, self.views(flat).values(), strict=True):
             place.copy_(optimizers.weights_of(parameter))
+        return flat, torch.zeros_like(flat) if rule.momentum else None
 
     def contribute(
         self,
@@ -395,11 +407,17 @@ class Outer:
                 for parameter, weights in kept:
                     self._optimizers.set_weights_of(parameter, weights)
 
+    @torch.no_grad()
     def dump(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies by name; empty if there is nothing yet."""
+        """Copies by name.
+
+        They have the same names before and after the first snapshot, because
+        torch.distributed.checkpoint loads only what a new state's dict already names.
+        """
         kept: dict[str, dict[str, torch.Tensor]] = {}
-        for piece in self._pieces:
-            for kind, flat in (("last", piece.last), ("velocity", piece.velocity)):
+        for piece in self._pieces if self.rule.on_differences else ():
+            last, velocity = piece.common(self._optimizers, self.rule)
+            for kind, flat in (("last", last), ("velocity", velocity)):
                 if flat is not None:
                     views = piece.views(flat)
                     kept.setdefault(kind, {}).update({n: v.clone() for n, v in views.items()})
