@@ -72,7 +72,7 @@ _NOT_SENT = (
 
 _noted: weakref.WeakSet[ParamRecord] = weakref.WeakSet()  # with a local gradient
 _lock = threading.Lock()  # as ranks may be threads
-_watch: RemovableHandle | None = None  # runs check() before steps, while there are any
+_watch: RemovableHandle | None = None  # checks steps, while there are any
 
 
 def note(parameter: torch.Tensor, inside_no_sync: bool = False) -> None:
@@ -86,7 +86,7 @@ def note(parameter: torch.Tensor, inside_no_sync: bool = False) -> None:
         record.local_gradient = Snapshot.of(parameter.grad), why
         _noted.add(record)
         if _watch is None:
-            _watch = register_optimizer_step_pre_hook(check)
+            _watch = register_optimizer_step_pre_hook(_before_step)
 
 
 def forget(parameters: Iterable[torch.Tensor]) -> None:
@@ -104,7 +104,27 @@ def forget(parameters: Iterable[torch.Tensor]) -> None:
             _watch = None
 
 
-def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Checks the gradients of a step: of ``step(closure)`` those that the closure leaves.
+
+    Returns:
+        None, or the step's arguments with a closure that checks.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        check(optimizer)
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        check(optimizer)
+        return loss
+
+    others = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (args[0], checked, *args[2:]), others
+
+
+def check(optimizer: torch.optim.Optimizer) -> None:
     """Raises RuntimeError if a gradient of the optimizer's parameters is not the ranks' average."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:

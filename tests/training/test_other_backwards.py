@@ -193,6 +193,49 @@ def test_each_rank_s_own_step_is_for_no_sync(world):
     world(2).run(body)
 
 
+def accumulated(training, as_closure):
+    """The parameters after a step whose first backward was in no_sync()."""
+
+    def last():
+        loss = training.model(training.batch()).square().mean()
+        loss.backward()
+        return loss
+
+    with training.model.no_sync():
+        training.model(training.batch()).square().mean().backward()
+    if as_closure:
+        training.optimizer.step(closure=last)
+    else:
+        last()
+        training.optimizer.step()
+    return [parameter.detach().clone() for parameter in training.module.parameters()]
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_a_closure_s_gradients_count_not_those_before_it(world, shard):
+    """As in Lightning, which passes the last batch of an accumulation as a closure."""
+
+    def body(group):
+        plain, by_closure = (accumulated(Training(group, shard), way) for way in (False, True))
+        assert all(map(golden.same_bits, plain, by_closure))
+
+    world(2).run(body)
+
+
+def test_a_closure_that_goes_round_the_wrapper_is_refused(world):
+    def body(group):
+        training = Training(group, None)
+
+        def around():
+            training.module(training.batch()).sum().backward()
+
+        around()
+        with pytest.raises(RuntimeError, match="is not the ranks' average"):
+            training.optimizer.step(around)
+
+    world(2).run(body)
+
+
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_gradient_penalty_through_the_module(world, shard):
     """In the backward of the loss; its graph does not pass the wrapper's outputs."""
