@@ -1,8 +1,7 @@
 """accelerate and Lightning shard models on the backend, the real packages, on the CPU."""
 
-import os
-
 import backends
+import helpers
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,15 +13,6 @@ from torch.utils.data import DataLoader
 STEPS = 3
 
 
-def pretend_torchrun(rank, size):
-    """Sets a launcher's environment variables; the process group exists already."""
-    sizes = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(size))
-    ranks = dict.fromkeys(["RANK", "LOCAL_RANK"], str(rank))
-    run = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ.update(sizes | ranks | run | where)
-
-
 def shard(net, mesh=None):
     for module in (*net, net):
         fully_shard(module, mesh=mesh)
@@ -31,7 +21,7 @@ def shard(net, mesh=None):
 def accelerated(rank, size, shards):
     from accelerate import Accelerator
 
-    pretend_torchrun(rank, size)
+    helpers.pretend_torchrun(rank, size)
     accelerator = Accelerator(cpu=True)
     net = make_net()
     model = net
@@ -64,7 +54,7 @@ def accelerated_with_plugin(rank, size):
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    pretend_torchrun(rank, size)
+    helpers.pretend_torchrun(rank, size)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
     net = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(make_net())
     return type(net).__name__
@@ -108,7 +98,7 @@ def under_lightning(rank, size, tensor_parallel_size):
             use_distributed_sampler=False,
         )  # fmt: skip
 
-    pretend_torchrun(rank, size)
+    helpers.pretend_torchrun(rank, size)
     with pytest.raises(ValueError, match="requires a GPU accelerator"):
         trainer(FSDPStrategy())
     module = Module()

@@ -74,6 +74,15 @@ def join_world(rank: int, size: int, store: str, seconds: float = 60) -> None:
     )
 
 
+def pretend_torchrun(rank: int, size: int) -> None:
+    """Sets a launcher's environment variables, where the process group exists already."""
+    sizes = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(size))
+    ranks = dict.fromkeys(["RANK", "LOCAL_RANK"], str(rank))
+    run = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ.update(sizes | ranks | run | where)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]

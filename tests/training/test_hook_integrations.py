@@ -1,7 +1,5 @@
 """Hooks under other people's training loops, the real packages, on the CPU."""
 
-import os
-
 import ddp
 import golden
 import helpers
@@ -16,15 +14,6 @@ NAMES = ["dense", "int8", "topk"]
 STEPS = 3
 
 
-def pretend_torchrun(rank, size):
-    """Sets a launcher's environment variables; the store exists already."""
-    sizes = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(size))
-    ranks = dict.fromkeys(["RANK", "LOCAL_RANK"], str(rank))
-    run = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ.update(sizes | ranks | run | where)
-
-
 def check(runs, name):
     """Against the golden models, and that ranks end with the same parameters."""
     Reference(2, COMPRESSIONS[name]).check([seen for seen, _ in runs])
@@ -36,7 +25,7 @@ def accelerated(rank, size, store, name):
     """Two batches to a step; the loss goes through ``accelerator.backward``."""
     from accelerate import Accelerator
 
-    pretend_torchrun(rank, size)
+    helpers.pretend_torchrun(rank, size)
     helpers.join_world(rank, size, store)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     module = ddp.network()
@@ -99,7 +88,7 @@ def under_lightning(rank, size, store):
         assert trainer.callback_metrics["steps"] == STEPS
         return module.seen, [p.detach() for p in module.parameters()]
 
-    pretend_torchrun(rank, size)
+    helpers.pretend_torchrun(rank, size)
     helpers.join_world(rank, size, store)
     with pycomm.init():
         return [train(name) for name in NAMES]
