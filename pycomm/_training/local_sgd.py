@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -146,9 +146,9 @@ class LocalSGDState(HookState):
 
     By default parameters are averaged (local SGD; Stich, "Local SGD converges fast and communicates
     little", 2019; with `gradient_steps` post-local SGD; Lin et al., "Don't use large mini-batches,
-    use local SGD", 2020). With ``outer_lr=0.7, outer_momentum=0.9``, the mean change of parameters
-    since the last exchange is the gradient of an outer Nesterov step (DiLoCo; Douillard et al.,
-    "DiLoCo: distributed low-communication training of language models", 2023).
+    use local SGD", 2020). With `outer_momentum`, the mean change of parameters since the last
+    exchange is the gradient of an outer Nesterov step (:meth:`diloco`; Douillard et al., "DiLoCo:
+    distributed low-communication training of language models", 2023).
 
     After every exchange all ranks have the same parameters, bit for bit. Optimizer states and
     buffers are not exchanged.
@@ -247,6 +247,30 @@ class LocalSGDState(HookState):
         self._pending = 0  # steps since the last exchange
         self._stepped: set[int] = set()  # numbers of optimizers, since the last step()
         optimizers.watch(self)
+
+    @classmethod
+    def diloco(
+        cls,
+        params: NamedParameters,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        *,
+        period: int = 500,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        **options: Any,
+    ) -> Self:
+        """DiLoCo with the values of its paper.
+
+        Args:
+            params: see :class:`LocalSGDState`, like all arguments.
+            optimizer: in the paper, AdamW.
+            period: steps from one exchange to the next; the paper's H.
+            outer_lr: learning rate of the outer step.
+            outer_momentum: momentum of the outer steps.
+            options: the other options.
+        """
+        options |= {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
+        return cls(params, optimizer, period=period, **options)
 
     def register(self, model: DistributedDataParallel) -> None:
         """See :meth:`CommState.register`."""

@@ -224,6 +224,29 @@ def test_gradients_in_a_node_and_parameters_between_nodes():
             assert not golden.same_bits(weights[1]["wide"], weights[2]["wide"])
 
 
+def test_diloco_has_the_values_of_its_paper(world):
+    """Each step of the optimizer adds 1; Nesterov's lr is 0.7, its momentum 0.9."""
+
+    def body(group):
+        net = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(net.weight)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        make = pycomm.hooks.LocalSGDState.diloco
+        assert make(net.named_parameters(), optimizer, group=group).period == 500
+        state = make(net.named_parameters(), optimizer, period=1, group=group)
+        model, seen = pycomm.DataParallel(net, state=state), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            (-model(torch.ones(1, 1))).backward()
+            optimizer.step()
+            state.step()
+            seen.append(net.weight.item())
+        return seen
+
+    for seen in world(2).run(body):
+        assert seen == pytest.approx([0.7 * 1.9, 0.7 * (1.9 + 1 + 0.9 * 1.9)])
+
+
 def test_frozen_parameters_are_left_alone(world):
     def body(group):
         module = ddp.Given()
