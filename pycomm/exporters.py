@@ -1,4 +1,4 @@
-"""Statistics of a group for Prometheus, TensorBoard, MLflow and logs.
+"""Statistics of a group for Prometheus, TensorBoard, MLflow, Weights & Biases and logs.
 
 .. code-block:: python
 
@@ -6,6 +6,7 @@
     exporters.write_prometheus(stats, "/var/lib/node_exporter/pycomm_{rank}.prom")
     exporters.add_to_tensorboard(stats, writer, step)  # a SummaryWriter
     exporters.log_to_mlflow(stats, step)
+    exporters.log_to_wandb(stats, step)
     exporters.log(stats, logging.getLogger("train"))
 
 Each rank exports its own numbers, in at most 321 series. :func:`samples_of` makes them.
@@ -167,12 +168,23 @@ def log_to_mlflow(stats: Stats, step: int) -> None:
     """Logs metrics to MLflow's active run."""
     import mlflow
 
-    mlflow.log_metrics({sample.path: float(sample.value) for sample in samples_of(stats)}, step)
+    mlflow.log_metrics(_by_path(stats), step)
+
+
+def log_to_wandb(stats: Stats, step: int) -> None:
+    """Logs metrics to the process's run of Weights & Biases, which ``wandb.init()`` has begun."""
+    import wandb
+
+    wandb.log(_by_path(stats), step)
 
 
 def log(stats: Stats, logger: logging.Logger, level: int = logging.INFO) -> None:
     """Logs the table of the statistics."""
     logger.log(level, "%s", stats)
+
+
+def _by_path(stats: Stats) -> dict[str, float]:
+    return {sample.path: float(sample.value) for sample in samples_of(stats)}
 
 
 def _time(row: OperationStats) -> float:

@@ -1,6 +1,8 @@
 """Exporters of statistics, with the real packages, which only their own tests import."""
 
+import json
 import logging
+import struct
 import threading
 from dataclasses import replace
 
@@ -217,6 +219,43 @@ def test_mlflow_reads_it(tmp_path, monkeypatch):
     assert client.get_run(run.info.run_id).data.metrics == pytest.approx(expected_by_path())
     (metric,) = client.get_metric_history(run.info.run_id, "pycomm/rank1/skew_score")
     assert metric.step == 7
+
+
+def records_of(file):
+    """The records of an offline run: LevelDB's format of logs, after a header of 7 bytes."""
+    data, at, record = file.read_bytes(), 7, b""
+    while at < len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            yield record
+            record = b""
+
+
+def test_wandb_reads_it(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    settings = wandb.Settings(init_timeout=250)
+    with wandb.init(mode="offline", dir=tmp_path, settings=settings):
+        exporters.log_to_wandb(of(row(4096)), 7)
+    wandb.teardown()  # waits for the process that writes
+    (file,) = tmp_path.rglob("*.wandb")
+    (history,) = (
+        record.history
+        for record in map(Record.FromString, records_of(file))
+        if record.HasField("history")
+    )
+    items = {item.key or "".join(item.nested_key): item.value_json for item in history.item}
+    assert history.step.num == json.loads(items["_step"]) == 7
+    told = {name: json.loads(text) for name, text in items.items() if not name.startswith("_")}
+    assert told == pytest.approx(expected_by_path())
 
 
 def test_logs(caplog, world):
