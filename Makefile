@@ -46,6 +46,15 @@ test: $(VENV)/.built cpp-test
 test-slow: $(VENV)/.built
 	@$(TESTS) -m "slow and not gpu" tests
 
+# The tests of training frameworks, with their newest releases, which take about 1 GB.
+.PHONY: test-integrations
+$(VENV)/.integrations: $(VENV)/.built
+	$(BIN)/pip install -q --group integrations
+	touch $@
+
+test-integrations: $(VENV)/.integrations
+	@$(TESTS) tests/integrations tests/tools/test_exporters.py
+
 # All tests and checks that need no GPU, whole, and without second tries. Takes an hour or more.
 nightly:
 	.ci/run nightly

@@ -80,7 +80,7 @@ PYTHON_LAYERS = [
     {"_kernels", "batches", "ops", "sharing"},
     {"_training", "optim"},
     {"backend", "data_parallel", "fsdp", "hooks"},
-    {"exporters", "memory", "top", "tracing"},
+    {"exporters", "integrations", "memory", "top", "tracing"},
     {"__init__", "collect_env"},
     {"advise", "bench", "check"},
 ]

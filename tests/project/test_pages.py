@@ -36,7 +36,29 @@ STATE = "model, state = net, pycomm.hooks.Int8State(net.named_parameters())"
 TORCHS_HOOKS = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
 RECEIVERS = """
 Path("metrics").mkdir()
-writer, sys.modules["mlflow"] = mock.Mock(), mock.Mock()
+writer, meter, sys.modules["mlflow"], sys.modules["wandb"] = (mock.Mock() for _ in range(4))
+"""
+ACCELERATE = """
+import helpers
+from accelerate import Accelerator
+helpers.pretend_torchrun(rank, 2)
+accelerator = Accelerator(cpu=True)
+"""
+LIGHTNING = """
+import lightning
+from lightning.pytorch.strategies import DDPStrategy
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def training_step(self, batch):
+        return loss_of(self.net(batch))
+    def configure_optimizers(self):
+        return optimizer
+module, loader = Module(), torch.utils.data.DataLoader(batches, batch_size=None)
+quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar"], False)
+options = {"accelerator": "cpu", "max_epochs": 1, "use_distributed_sampler": False}
+lightning.Trainer = functools.partial(lightning.Trainer, **options, **quiet)
 """
 TRAINED = """
 net, batches = net.bfloat16(), [batch.bfloat16() for batch in batches]
@@ -96,6 +118,15 @@ PROGRAMS = {
         "",
     ),
     "docs/how-to/from-zero-and-fsdp.md": (GROUP, {}, ""),
+    "docs/how-to/integrations.md": (
+        GROUP,
+        {
+            "register_for_checkpointing": ACCELERATE,
+            "lightning.Trainer(": LIGHTNING,
+            "dcp.save(": "folder, state = shared, pycomm.hooks.Int8State(net.named_parameters())",
+        },
+        "assert state.step == 0 and trainer.callbacks[0].state.step == len(batches)",
+    ),
     "docs/how-to/mixed-precision.md": (GROUP, {}, ""),
     "docs/how-to/observing.md": (
         GROUP,

@@ -108,7 +108,7 @@ def test_the_gates_of_two_days_make_all_targets(tmp_path):
     even, odd = (targets_of_the_gate(tmp_path, day=day) for day in (20000, 20001))
     everything = targets_of_the_gate(tmp_path, "nightly")
     assert {"tsan", "racecheck", "asan"} < set(everything)
-    nightly = {"wheel"} | ({"cuda-build"} if shutil.which("nvcc") else set())
+    nightly = {"wheel", "test-integrations"} | ({"cuda-build"} if shutil.which("nvcc") else set())
     if shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64"):
         nightly.add("aarch64")
     assert set(everything) - set(odd) == {"tsan", "racecheck"} | nightly
