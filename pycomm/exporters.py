@@ -1,4 +1,4 @@
-"""Statistics of a group for Prometheus, TensorBoard, MLflow, Weights & Biases and logs.
+"""Statistics of a group for Prometheus, OpenTelemetry, TensorBoard, MLflow, W&B and logs.
 
 .. code-block:: python
 
@@ -7,6 +7,7 @@
     exporters.add_to_tensorboard(stats, writer, step)  # a SummaryWriter
     exporters.log_to_mlflow(stats, step)
     exporters.log_to_wandb(stats, step)
+    exporters.set_opentelemetry(stats, meter)  # an opentelemetry.metrics.Meter
     exporters.log(stats, logging.getLogger("train"))
 
 Each rank exports its own numbers, in at most 321 series. :func:`samples_of` makes them.
@@ -176,6 +177,13 @@ def log_to_wandb(stats: Stats, step: int) -> None:
     import wandb
 
     wandb.log(_by_path(stats), step)
+
+
+def set_opentelemetry(stats: Stats, meter: Any) -> None:
+    """Sets gauges of `meter`, an :class:`opentelemetry.metrics.Meter`; totals are gauges, too."""
+    for sample in samples_of(stats):
+        gauge = meter.create_gauge(f"pycomm.{sample.name}", description=_HELP[sample.name])
+        gauge.set(float(sample.value), dict(sample.labels))
 
 
 def log(stats: Stats, logger: logging.Logger, level: int = logging.INFO) -> None:

@@ -1,7 +1,6 @@
 """Trains with Ray Train on two workers: gradients in 8 bits, and checkpoints with residuals."""
 
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import ray.train
@@ -20,21 +19,20 @@ def train(config: dict[str, Any]) -> None:
     state.register(model)
     if checkpoint := ray.train.get_checkpoint() or config.get("checkpoint"):
         with checkpoint.as_directory() as folder:
-            saved = torch.load(Path(folder) / "state.pt")
+            saved = torch.load(f"{folder}/state.pt")
         net.load_state_dict(saved["model"])
         state.load_state_dict(saved["comm"])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     for step in range(state.step, config["steps"]):
-        torch.manual_seed(100 * step + ray.train.get_context().get_world_rank())
-        x = torch.randn(32, 64)
+        x = torch.randn(8, 64, generator=torch.manual_seed(2 * step + torch.distributed.get_rank()))
         optimizer.zero_grad()
         (model(x) - x.sum(dim=1, keepdim=True)).square().mean().backward()
         optimizer.step()
     kept = {"model": net.state_dict(), "comm": state.state_dict(gathered=True)}  # on all ranks
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(kept, Path(folder) / "state.pt")
+        torch.save(kept, f"{folder}/state.pt")
         first = ray.train.Checkpoint.from_directory(folder) if kept["comm"] else None
-        ray.train.report({"norm": float(net[0].weight.norm())}, checkpoint=first)
+        ray.train.report({"norm": next(net.parameters()).norm().item()}, checkpoint=first)
 
 
 if __name__ == "__main__":

@@ -258,6 +258,25 @@ def test_wandb_reads_it(tmp_path, monkeypatch):
     assert told == pytest.approx(expected_by_path())
 
 
+def test_opentelemetry_reads_it(caplog):
+    metrics = pytest.importorskip("opentelemetry.sdk.metrics")
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    reader = InMemoryMetricReader()
+    meter = metrics.MeterProvider([reader]).get_meter("train")
+    exporters.set_opentelemetry(of(row(4096, 2)), meter)
+    exporters.set_opentelemetry(of(row(4096)), meter)
+    ((scope,),) = (one.scope_metrics for one in reader.get_metrics_data().resource_metrics)
+    told = {
+        "/".join(["pycomm/rank1", *list(point.attributes.values())[1:], metric.name[7:]]): point
+        for metric in scope.metrics
+        for point in metric.data.data_points
+    }
+    assert {path: point.value for path, point in told.items()} == pytest.approx(expected_by_path())
+    assert {point.attributes["rank"] for point in told.values()} == {"1"}
+    assert not caplog.records
+
+
 def test_logs(caplog, world):
     def body(group):
         pycomm.all_reduce(torch.ones(100_000), group=group)
