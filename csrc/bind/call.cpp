@@ -112,6 +112,13 @@ void bind_call(py::module_& m) {
   m.def("cost", &cost, py::arg("group"), py::arg("operation"), py::arg("count"),
         py::arg("zero_copy"));
   m.def("link_cost", &link_cost, py::arg("group"), py::arg("operation"), py::arg("count"));
+  m.def(
+      "messages_of_whole_stripe",
+      [](int nodes) {
+        const MessageCount count = messages_of_whole_stripe(nodes);
+        return py::make_tuple(count.sent, count.in_sequence);
+      },
+      py::arg("nodes"));
   m.def("wire_bytes", &wire_bytes, py::arg("codec"), py::arg("n"), py::arg("ranks"));
   m.def(
       "stripes",

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/algorithms/coded.h"
+#include "core/algorithms/dissemination.h"
 #include "core/algorithms/run.h"
 #include "core/algorithms/select.h"
 #include "core/algorithms/topk_exchange.h"
@@ -258,6 +259,42 @@ inline LinkTraffic link_cost(const Operation& operation, const Nodes& nodes, int
     traffic.received += gathers && gets_result(nodes.here) ? theirs.result : 0;
   }
   return traffic;
+}
+
+// The messages that a node sends in an all-reduce of stripes that are sent whole, handshakes included,
+// and how many messages follow one another.
+struct MessageCount {
+  int sent;
+  int in_sequence;
+};
+
+namespace detail {
+
+// The link and the blocks of a dissemination that only counts.
+struct CountingRounds {
+  int nodes;
+  MessageCount counted;
+
+  int size() const { return nodes; }
+  int transfers(int held) const {
+    int messages = 0;
+    while (messages + 1 < kRadix && message_at(messages + 1, held, 0, nodes).blocks > 0) ++messages;
+    return messages;
+  }
+  int post(int messages) {
+    counted.sent += messages;
+    return ++counted.in_sequence;
+  }
+  void wait(int, int) {}
+};
+
+}  // namespace detail
+
+inline MessageCount messages_of_whole_stripe(int nodes) {
+  if (nodes <= kMostNodesSentTo) return {2 * (nodes - 1), 1};
+  detail::CountingRounds rounds{nodes, {1, 0}};  // a handshake to one neighbour
+  disseminate(rounds, rounds);
+  return rounds.counted;
 }
 
 }  // namespace pycomm

@@ -253,18 +253,20 @@ class Model:
             return PredictedExchange("stripes", compression, inside, 0.0, 0.0, 0.0, local, 0.0, 1)
         sent = two_shot_bytes(nbytes, nodes)
         # A handshake, contributions, results; top-k sends each list after its length.
-        rounds, trips, messages = 1, 5, 5
+        rounds, trips, messages = 1, 5, 5 * (nodes - 1)
         if compression == "none" and (nodes - 1) * nbytes / stripes <= _C.sent_whole_bytes:
-            sent, trips, messages = (nodes - 1) * nbytes, 1, 2
+            sent = (nodes - 1) * nbytes
+            messages, trips = _C.messages_of_whole_stripe(nodes)
         elif compression != "topk":  # top-k selects from the whole tensor
             owned = nbytes / stripes / nodes
             most = max(_C.most_tile_bytes / nodes, _C.least_transfer_bytes)
             transfer = min(max(owned / _C.internode_tiles, _C.least_transfer_bytes), most)
             rounds = math.ceil(owned / transfer)
             # Without compression, contributions do not wait for the handshake.
-            trips, messages = 2 if compression == "none" else 3, 1 + 2 * rounds
+            trips = 2 if compression == "none" else 3
+            messages = (1 + 2 * rounds) * (nodes - 1)
         core = self._coding(compression, elements / stripes, nodes)
-        core += self._sending(sent / stripes, messages * (nodes - 1))
+        core += self._sending(sent / stripes, messages)
         core *= cluster.slowdown
         if compression in TILED:
             core, local = core + local, 0.0

@@ -80,6 +80,20 @@ def test_a_small_tensor_by_hand():
     assert model.exchange("stripes", "none", 2731).link_bytes == pytest.approx(1.5 * 4 * 2731)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "messages", "trips"),
+    [(2, 2, 1), (8, 14, 1), (9, 6, 2), (16, 7, 2), (17, 8, 3), (64, 10, 3), (512, 14, 5)],
+)
+def test_a_small_tensor_goes_in_rounds_among_many_nodes(nodes, messages, trips):
+    """A round has up to 3 messages and makes 4 blocks of one; a handshake goes to one neighbour.
+    Up to 8 nodes send each other handshake and stripe. A message takes 10 us of a core."""
+    model = Model(cluster(nodes, nodes, rate=1e15, latency=1e-3), imagined(link__message=10.0))
+    small = model.exchange("stripes", "none", 4)
+    assert small.latency == pytest.approx(trips * 1e-3)
+    assert small.core == pytest.approx(messages * 10e-6, rel=1e-3)
+    assert small.link_bytes == 16 * (nodes - 1)
+
+
 def test_cores_by_hand():
     """100 M elements at 1 ns to encode (once and, of the half that is owned, again), 2 to add, 3 to
     decode: 650 ms of core, beside 1,600 ms of link; the shorter one is hidden but for a round."""
