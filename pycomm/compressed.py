@@ -18,6 +18,7 @@ from pycomm._inputs import (
     check_compressible,
     check_disjoint,
     check_like,
+    check_over_nccl,
     check_step,
     check_tensor,
     check_written,
@@ -237,9 +238,7 @@ def compressed_all_reduce(
     increment_version([result, *(t for t in (kept, speed) if t is not None)])
     spans = group._spans(source.device)
     if spans:
-        from pycomm._nccl.collectives import check_two_shot
-
-        check_two_shot(algorithm)
+        check_over_nccl(algorithm)
     on_host = group._exchanges_on_host(source.device)
     dense, dense_result, put_result = stand_ins(on_host, source, result)
     state = [t for t in (kept, speed) if t is not None]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm import _C
-from pycomm._inputs import check_dtype, seconds
+from pycomm._inputs import ALGORITHMS, check_choice, check_dtype, seconds
 from pycomm._runtime import host, log
 from pycomm._runtime.lifetime import Nodes, OpenGroups, open_groups
 from pycomm.errors import GroupUnusable, Timeout
@@ -269,10 +269,17 @@ class Group:
 
         Returns:
             The algorithm, its steps and bytes; ``print`` shows a table.
+
+        Raises:
+            ValueError: an argument is not as described, or no all-reduce has the algorithm there.
         """
-        from pycomm._runtime.plan import make_cuda_plan, make_plan, make_spanning_plan
+        from pycomm._runtime.plan import check_bytes, make_cuda_plan, make_plan, make_spanning_plan
 
         check_dtype("dtype", dtype)
+        check_choice("algorithm", algorithm, ALGORITHMS)
+        check_bytes(nbytes, dtype)
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda, got {device!r}")
         if len(self.nodes) > 1:
             table = None if self._spans(torch.device(device)) else self._algorithms
             return make_spanning_plan(self._core, nbytes, dtype, self.nodes, algorithm, table)

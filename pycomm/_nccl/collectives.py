@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C, _work
-from pycomm._inputs import operation_of
+from pycomm._inputs import check_over_nccl, operation_of
 from pycomm._work import Work, dense_stand_ins
 
 if TYPE_CHECKING:
@@ -92,14 +92,6 @@ def run_parts(parts: Sequence[Iterator[None]]) -> None:
         for begun in (step, step - depth, step - 2 * depth):
             if 0 <= begun < len(parts):
                 next(parts[begun], None)
-
-
-def check_two_shot(algorithm: str) -> None:
-    """Raises ValueError for an algorithm that does not run over NCCL."""
-    if algorithm not in ("auto", "two_shot"):
-        raise ValueError(
-            f"algorithm must be auto or two_shot between nodes over NCCL, got {algorithm}"
-        )
 
 
 # Reductions over the parts of several nodes as operations of torch.
@@ -285,7 +277,7 @@ def mean_flow(
     tensor: torch.Tensor, algorithm: str
 ) -> Callable[[InternodeProcessGroups, int], None]:
     """A function that averages a part of a bucket in place, at a step."""
-    check_two_shot(algorithm)
+    check_over_nccl(algorithm)
     return lambda span, _: reduce_in_place(span, tensor, "avg")
 
 
@@ -306,7 +298,7 @@ def _enqueued(flow: Callable[[NcclExchange], None]) -> Collective:
         root: int,
         async_op: bool,
     ) -> Any:
-        check_two_shot(algorithm)
+        check_over_nccl(algorithm)
         operation_of(flow.__name__, algorithm, source.dtype, op, root)  # refuses wrong reductions
         increment_version(result)
         given, made, finish = dense_stand_ins(source, result)

@@ -32,9 +32,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from pycomm import _C
-from pycomm._inputs import CODECS, DTYPES, OPS
+from pycomm._inputs import CODECS, DTYPES, OPS, check_over_nccl
 from pycomm._nccl.collectives import (
-    check_two_shot,
     divided,
     gather_from_carriers,
     reduce_in_place,
@@ -470,7 +469,7 @@ def coded_mean_flow(
 
     A tensor of `kept` with a name such as ``residual_before`` receives the old residual.
     """
-    check_two_shot(algorithm)
+    check_over_nccl(algorithm)
     copied = [name for name in kept if f"{name}_before" in kept]
     call = CodedCall(
         tensor, tensor, compression, "avg", 0, offset, density_step=density_step, hold_unused=True,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm import _C
-from pycomm._inputs import ALGORITHMS, check_choice, operation_of
+from pycomm._inputs import check_over_nccl, operation_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,8 +53,6 @@ def make_plan(
     core: _C.Group, nbytes: int, dtype: torch.dtype, size: int, algorithm: str, in_window: bool
 ) -> Plan:
     """The plan of one rank; see :meth:`pycomm.Group.explain`."""
-    check_choice("algorithm", algorithm, ALGORITHMS)
-    _check_bytes(nbytes, dtype)
     chosen = select(nbytes, size) if algorithm == "auto" else algorithm
     why = _NAMED
     if algorithm == "auto":
@@ -79,8 +77,8 @@ def make_spanning_plan(
 
     Without a table, also an empty one, the tensor goes over NCCL.
     """
-    check_choice("algorithm", algorithm, ALGORITHMS)
-    _check_bytes(nbytes, dtype)
+    if table is None:
+        check_over_nccl(algorithm)
     stripes = _C.stripes(nodes)
     path = f"{len(nodes)} nodes, {stripes} stripe{'s' if stripes > 1 else ''}"
     chosen, why = algorithm, _NAMED
@@ -104,7 +102,8 @@ def make_cuda_plan(nbytes: int, size: int, algorithm: str, transport: str) -> Pl
     return Plan(chosen, why, "cuda", transport, None, None, None)
 
 
-def _check_bytes(nbytes: int, dtype: torch.dtype) -> None:
+def check_bytes(nbytes: int, dtype: torch.dtype) -> None:
+    """Raises ValueError for a number of bytes that no tensor of the dtype has."""
     if nbytes < 0 or nbytes % dtype.itemsize:
         raise ValueError(
             f"nbytes must be a multiple of {dtype.itemsize}, the size of {dtype}, got {nbytes}"

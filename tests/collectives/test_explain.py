@@ -68,3 +68,16 @@ def test_no_bytes(world):
     for algorithm in sweep.ALGORITHMS:
         plan = world(3).groups[1].explain(0, algorithm=algorithm)
         assert (plan.steps, plan.bytes_in, plan.bytes_out) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_wrong_arguments(world, device):
+    """As the call refuses them, on each device."""
+    group = world(2).groups[0]
+    for wrong, words in (
+        ({"algorithm": "rings"}, "algorithm must be one of"),
+        ({"nbytes": 3}, "nbytes must be a multiple of 4"),
+        ({"device": "tpu"}, "device must be cpu or cuda, got 'tpu'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            group.explain(**{"nbytes": 64, "device": device} | wrong)

@@ -201,6 +201,8 @@ def test_over_nccl_the_table_is_ignored(world, table, monkeypatch):
     assert (plan.algorithm, plan.bytes_out) == ("two_shot", group.explain(4).bytes_out)
     assert plan.why == "over NCCL there is no other, whatever the table says"
     assert group.explain(4).algorithm == "ring"
+    with pytest.raises(ValueError, match="algorithm must be auto or two_shot between nodes over"):
+        group.explain(4, algorithm="ring", device="cuda")
 
 
 WRONG = [
