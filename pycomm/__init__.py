@@ -37,7 +37,7 @@ cmake_prefix_path = __path__[0]
 _HOMES = {
     "pycomm._init": ("default_group", "init", "set_default_group"),
     "pycomm._join": ("join",),
-    "pycomm._runtime.plan": ("Plan",),
+    "pycomm._runtime.plan": ("PeerLink", "Plan"),
     "pycomm._training.explain": ("BucketPlan", "ExchangePlan"),
     "pycomm._training.sharding": ("Sharding",),
     "pycomm._work": ("Work",),

@@ -8,6 +8,7 @@ from pycomm._init import default_group as default_group
 from pycomm._init import init as init
 from pycomm._init import set_default_group as set_default_group
 from pycomm._join import join as join
+from pycomm._runtime.plan import PeerLink as PeerLink
 from pycomm._runtime.plan import Plan as Plan
 from pycomm._training.explain import BucketPlan as BucketPlan
 from pycomm._training.explain import ExchangePlan as ExchangePlan

@@ -83,9 +83,12 @@ py::tuple cost(const cpu::Group& group, const Operation& kind, std::int64_t coun
   return py::make_tuple(cost.steps, cost.bytes_in, cost.bytes_out);
 }
 
-py::tuple link_cost(const cpu::Group& group, const Operation& kind, std::int64_t count) {
-  const LinkTraffic cost = group.link_cost(of(kind, count));
-  return py::make_tuple(cost.sent, cost.received);
+// By partner, the bytes received and sent.
+using ByPartner = std::vector<std::pair<std::int64_t, std::int64_t>>;
+ByPartner pairs_of(const std::vector<LinkTraffic>& costs) {
+  ByPartner pairs;
+  for (const LinkTraffic& cost : costs) pairs.emplace_back(cost.received, cost.sent);
+  return pairs;
 }
 
 }  // namespace
@@ -111,7 +114,18 @@ void bind_call(py::module_& m) {
         py::arg("label") = "", py::keep_alive<0, 5>(), py::keep_alive<0, 6>());
   m.def("cost", &cost, py::arg("group"), py::arg("operation"), py::arg("count"),
         py::arg("zero_copy"));
-  m.def("link_cost", &link_cost, py::arg("group"), py::arg("operation"), py::arg("count"));
+  m.def(
+      "cost_by_rank",
+      [](const cpu::Group& group, const Operation& kind, std::int64_t count, bool zero_copy) {
+        return pairs_of(group.cost_by_rank(of(kind, count), zero_copy));
+      },
+      py::arg("group"), py::arg("operation"), py::arg("count"), py::arg("zero_copy"));
+  m.def(
+      "link_cost_by_node",
+      [](const cpu::Group& group, const Operation& kind, std::int64_t count) {
+        return pairs_of(group.link_cost_by_node(of(kind, count)));
+      },
+      py::arg("group"), py::arg("operation"), py::arg("count"));
   m.def(
       "messages_of_whole_stripe",
       [](int nodes) {

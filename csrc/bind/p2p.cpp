@@ -85,7 +85,10 @@ void bind_p2p(py::module_& m, GroupClass& group) {
   py::class_<Port, std::shared_ptr<Port>>(m, "Port")
       .def(py::init<const std::string&>(), py::arg("host"))
       .def_property_readonly("address", [](const Port& port) { return tuple_of(port.address()); })
-      .def("meet", &meet, py::arg("addresses"));
+      .def("meet", &meet, py::arg("addresses"))
+      .def(
+          "host_of", [](const Port& port, int rank) { return port.of(rank).host; },
+          py::arg("rank"));
   py::class_<Request, RequestPtr>(m, "Request")
       .def(
           "wait", [](Request& request) { request.wait(check_signals); },

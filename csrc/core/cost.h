@@ -5,6 +5,9 @@
 // owns what, and from the steps of a ring or a tree.
 #pragma once
 
+#include <utility>
+#include <vector>
+
 #include "core/algorithms/coded.h"
 #include "core/algorithms/dissemination.h"
 #include "core/algorithms/run.h"
@@ -40,7 +43,8 @@ class CountingComm {
       : operation_(operation),
         rank_(rank),
         element_size_(size_of(operation.dtype)),
-        staging_(CodedStaging::in(rank.slot_bytes * kStagingSlots, operation.codec)) {}
+        staging_(CodedStaging::in(rank.slot_bytes * kStagingSlots, operation.codec)),
+        by_rank_(static_cast<std::size_t>(rank.size)) {}
 
   int rank() const { return rank_.rank; }
   int size() const { return rank_.size; }
@@ -85,27 +89,40 @@ class CountingComm {
 
   bool fits_packets() const { return count() * element_size_ <= rank_.packet_bytes; }
   void put_packets(Location) {
-    traffic_.bytes_out += (size() - 1) * 2 * round_up(count() * element_size_, 4);
+    for (int r = 0; r < size(); ++r) {
+      if (r != rank()) with(r).sent += 2 * round_up(count() * element_size_, 4);
+    }
   }
   void take_packets() {}
   Location taken(int) const { return tensor(rank()); }
 
-  const Traffic& traffic() const { return traffic_; }
+  Traffic traffic() const {
+    Traffic traffic = traffic_;
+    for (const LinkTraffic& bytes : by_rank_) {
+      traffic.bytes_in += bytes.received;
+      traffic.bytes_out += bytes.sent;
+    }
+    return traffic;
+  }
+  // Bytes that this rank writes to each other rank's memory, and reads from it.
+  const std::vector<LinkTraffic>& by_rank() const { return by_rank_; }
 
  private:
   static Location tensor(int r) { return {nullptr, r}; }
+  LinkTraffic& with(int r) { return by_rank_[static_cast<std::size_t>(r)]; }
   void read(Location from, std::int64_t n) {
-    if (from.rank != rank()) traffic_.bytes_in += bytes_on_wire(operation_, n);
+    if (from.rank != rank()) with(from.rank).received += bytes_on_wire(operation_, n);
   }
   void write(Location to, std::int64_t n) {
-    if (to.rank != rank()) traffic_.bytes_out += bytes_on_wire(operation_, n);
+    if (to.rank != rank()) with(to.rank).sent += bytes_on_wire(operation_, n);
   }
 
   const Operation operation_;
   const CostRank rank_;
   const std::int64_t element_size_;
   const CodedStaging staging_;
-  Traffic traffic_;
+  Traffic traffic_;  // only steps
+  std::vector<LinkTraffic> by_rank_;
 };
 
 static_assert(PlainExecutor<CountingComm<false>>);
@@ -157,6 +174,14 @@ inline Traffic cost_of(Operation operation, const CostRank& rank) {
   return comm.traffic();
 }
 
+// With whom a rank exchanges, and how much, in an uncompressed operation of one node's executor.
+inline std::vector<LinkTraffic> cost_by_rank(Operation operation, const CostRank& rank) {
+  operation.algorithm = resolve(operation, rank.size);
+  CountingComm<false> comm(operation, rank);
+  if (rank.size > 1) run(comm, operation);
+  return comm.by_rank();
+}
+
 // The most bytes that a rank reads from its peers in one compressed two-shot all-reduce of n elements.
 inline std::int64_t wire_bytes(const Codec& codec, std::int64_t n, int ranks) {
   Operation operation{Collective::all_reduce, Algorithm::two_shot, DType::f32, ReduceOp::sum, 0, n};
@@ -202,45 +227,72 @@ inline std::vector<WireShare> wire_shares(const Operation& operation, const Node
 
 }  // namespace detail
 
+// What a rank sends to each node and receives from it.
+using ByNode = std::vector<LinkTraffic>;
+
 // A rank sends blocks to ranks of other nodes itself.
-inline LinkTraffic link_cost_of_blocks(const Operation& operation, const Nodes& nodes, int index) {
+inline ByNode link_cost_of_blocks(const Operation& operation, const Nodes& nodes, int index) {
+  ByNode traffic(static_cast<std::size_t>(nodes.count()));
   const std::int64_t block = bytes_on_wire(operation, operation.count);
-  const int others = nodes.world() - nodes.size(nodes.here);
   const int rank = nodes.rank(nodes.here, index), root = operation.root;
-  if (operation.collective == Collective::all_to_all) return {others * block, others * block};
-  const bool away = nodes.node_of(root) != nodes.here;
-  const LinkTraffic gathered{away ? block : 0, rank == root ? others * block : 0};
-  if (operation.collective == Collective::gather) return gathered;
-  return {gathered.received, gathered.sent};
+  for (int m = 0; m < nodes.count(); ++m) {
+    if (m == nodes.here) continue;
+    LinkTraffic& with = traffic[static_cast<std::size_t>(m)];
+    if (operation.collective == Collective::all_to_all) {
+      with = {nodes.size(m) * block, nodes.size(m) * block};
+      continue;
+    }
+    with = {m == nodes.node_of(root) ? block : 0, rank == root ? nodes.size(m) * block : 0};
+    if (operation.collective == Collective::scatter) std::swap(with.sent, with.received);
+  }
+  return traffic;
 }
 
 // A ring's or a tree's.
-inline LinkTraffic link_cost_of_relay(const Operation& operation, const Nodes& nodes, int stripe) {
+inline ByNode link_cost_of_relay(const Operation& operation, const Nodes& nodes, int stripe) {
   const bool plain = operation.codec.kind == CodecKind::none;
   const Operation carried = plain ? operation : carried_by(operation, nodes, stripe);
   const std::int64_t count =
       plain ? stripe_of(operation, nodes, stripe, 0, operation.count).count : carried.count;
-  LinkTraffic traffic;
+  ByNode traffic(static_cast<std::size_t>(nodes.count()));
   visit_steps(operation.algorithm, relayed(carried, nodes, count), [&](const auto& steps) {
     for (std::int64_t i = 0; i < steps.count(); ++i) {
       const RelayStep step = steps[i];
       const std::int64_t bytes = bytes_on_wire(carried, step.piece.count);
       for (int j = 0; j < 2; ++j) {
-        traffic.sent += step.to[j] < 0 ? 0 : bytes;
-        traffic.received += step.from[j] < 0 ? 0 : bytes;
+        if (step.to[j] >= 0) traffic[static_cast<std::size_t>(step.to[j])].sent += bytes;
+        if (step.from[j] >= 0) traffic[static_cast<std::size_t>(step.from[j])].received += bytes;
       }
     }
   });
   return traffic;
 }
 
-// The bytes that the rank with this stripe on node `nodes.here` sends to and receives from other nodes,
-// without handshakes and the lengths of lists. For top-k, an upper bound.
-inline LinkTraffic link_cost(const Operation& operation, const Nodes& nodes, int stripe) {
+// That of a whole stripe among many nodes.
+inline ByNode link_cost_of_rounds(const Operation& operation, const Nodes& nodes, int stripe) {
+  ByNode traffic(static_cast<std::size_t>(nodes.count()));
+  const std::int64_t bytes =
+      bytes_on_wire(operation, stripe_of(operation, nodes, stripe, 0, operation.count).count);
+  for (int held = 1; held < nodes.count(); held *= kRadix) {
+    for (int i = 1; i < kRadix; ++i) {
+      const BlockMessage message = message_at(i, held, nodes.here, nodes.count());
+      traffic[static_cast<std::size_t>(message.to)].sent += message.blocks * bytes;
+      traffic[static_cast<std::size_t>(message.from)].received += message.blocks * bytes;
+    }
+  }
+  return traffic;
+}
+
+// The bytes that the rank with this stripe on node `nodes.here` sends to each other node and receives
+// from it, without handshakes and the lengths of lists. For top-k, an upper bound.
+inline ByNode link_cost_by_node(const Operation& operation, const Nodes& nodes, int stripe) {
   if (moves_blocks(operation.collective)) return link_cost_of_blocks(operation, nodes, stripe);
-  LinkTraffic traffic;
+  ByNode traffic(static_cast<std::size_t>(nodes.count()));
   if (stripe >= nodes.stripes() || operation.collective == Collective::barrier) return traffic;
   if (relays(operation.algorithm)) return link_cost_of_relay(operation, nodes, stripe);
+  if (travels_in_rounds(operation, nodes, stripe)) {
+    return link_cost_of_rounds(operation, nodes, stripe);
+  }
   const bool reduces = pycomm::reduces(operation.collective);
   const auto gets_result = [&](int node) {
     return operation.collective != Collective::reduce || node == nodes.node_of(operation.root);
@@ -253,12 +305,23 @@ inline LinkTraffic link_cost(const Operation& operation, const Nodes& nodes, int
     if (m == nodes.here) continue;
     const auto& mine = shares[static_cast<std::size_t>(nodes.here)];
     const auto& theirs = shares[static_cast<std::size_t>(m)];
-    traffic.sent += reduces ? theirs.contribution : 0;
-    traffic.sent += gathers && gets_result(m) ? mine.result : 0;
-    traffic.received += reduces ? mine.contribution : 0;
-    traffic.received += gathers && gets_result(nodes.here) ? theirs.result : 0;
+    LinkTraffic& with = traffic[static_cast<std::size_t>(m)];
+    with.sent += reduces ? theirs.contribution : 0;
+    with.sent += gathers && gets_result(m) ? mine.result : 0;
+    with.received += reduces ? mine.contribution : 0;
+    with.received += gathers && gets_result(nodes.here) ? theirs.result : 0;
   }
   return traffic;
+}
+
+// The same with all nodes together.
+inline LinkTraffic link_cost(const Operation& operation, const Nodes& nodes, int stripe) {
+  LinkTraffic total;
+  for (const LinkTraffic& with : link_cost_by_node(operation, nodes, stripe)) {
+    total.sent += with.sent;
+    total.received += with.received;
+  }
+  return total;
 }
 
 // The messages that a node sends in an all-reduce of stripes that are sent whole, handshakes included,

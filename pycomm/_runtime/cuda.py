@@ -15,6 +15,7 @@ from pycomm._inputs import CODECS, operation_of
 from pycomm._runtime import host
 from pycomm._runtime.arrays import check_not_captured
 from pycomm._runtime.log import cuda_made, fallback
+from pycomm._runtime.topology import device_id
 from pycomm._runtime.torch_private import (
     backward_id,
     environment,
@@ -54,6 +55,7 @@ class CudaSide:
 
     Attributes:
         device: the device of this rank's tensors.
+        devices: the number of every rank's device (pycomm/_runtime/topology.py).
         transport: ``"threads"``, ``"peer memory"`` or ``"pinned host memory"``.
         lanes: the number of blocks per rank.
         shares_device: True if the ranks are several threads on one GPU.
@@ -64,6 +66,7 @@ class CudaSide:
         self,
         group: Member,
         device: torch.device,
+        devices: Sequence[int],
         transport: str,
         endpoint: _C.CudaEndpoint,
         shared: _C.CudaSharedLaunch | None,
@@ -71,7 +74,7 @@ class CudaSide:
         heap: CudaHeap | None,
         keep: Any,
     ) -> None:
-        self.device = device
+        self.device, self.devices = device, devices
         self.transport = transport
         self.lanes = lanes
         self.shares_device = shared is not None
@@ -502,12 +505,6 @@ def _gather(group: Member, number: int) -> list[int]:
     return [int(n) for n in every]
 
 
-def _device_id(device: torch.device) -> int:
-    """The same number for the same physical device in every process."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return int(uuid.replace("-", "")[:15], 16)
-
-
 def _denied(device: torch.device, devices: list[int]) -> str:
     """Names a GPU whose memory a device cannot use, or returns an empty string.
 
@@ -516,7 +513,7 @@ def _denied(device: torch.device, devices: list[int]) -> str:
     numbers = set(devices)
     for i in range(torch.cuda.device_count()):
         peer = torch.device("cuda", i)
-        if peer == device or _device_id(peer) not in numbers:
+        if peer == device or device_id(peer) not in numbers:
             continue
         if not torch.cuda.can_device_access_peer(device, peer):
             return f"{device} has no peer access to {peer}"
@@ -544,7 +541,7 @@ def join_processes(
     """
     if group.size == 1:
         return LocalDevices([group], max_blocks, stage_always=False).side(0, device)
-    devices = _gather(group, _device_id(device))
+    devices = _gather(group, device_id(device))
     crowd = devices.count(devices[group.rank])
     lanes = min(_gather(group, _lanes(max_blocks, device, crowd)))
     usual = _staging_bytes(lanes, group)
@@ -587,7 +584,7 @@ def join_processes(
         heap = CudaHeap(memory[begin:], every, endpoint, group._core)
     endpoint.serve_messages(group._core)
     _barrier(group)  # every window is zero, and every rank takes messages from devices
-    return CudaSide(group, device, transport, endpoint, None, lanes, heap, keep)
+    return CudaSide(group, device, devices, transport, endpoint, None, lanes, heap, keep)
 
 
 def _symmetric_windows(
@@ -719,8 +716,9 @@ class LocalDevices:
         for group, endpoint in zip(groups, endpoints, strict=True):
             endpoint.serve_messages(group._core)
         shared = _C.CudaSharedLaunch(endpoints) if together else None
+        numbers = [device_id(device) for device in devices]
         return [
-            CudaSide(group, device, "threads", endpoint, shared, lanes, None, memory)
+            CudaSide(group, device, numbers, "threads", endpoint, shared, lanes, None, memory)
             for group, device, endpoint in zip(groups, devices, endpoints, strict=True)
         ]
 

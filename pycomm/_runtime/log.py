@@ -125,6 +125,17 @@ def group_made(group: Member, cores: int, between: str) -> None:
     )
     if local > cores:
         fallback(group, "%d ranks share %d cores and slow each other down", local, cores)
+    if _group.isEnabledFor(logging.DEBUG):
+        from pycomm._runtime.topology import links_of
+
+        for other, link in sorted(links_of(group, "cpu").items()):
+            _group.debug("rank %d: rank %d, %s", group.rank, other, link)
+    if [rank for ranks in nodes for rank in ranks] != list(range(group.size)):
+        fallback(
+            group,
+            "the ranks of nodes alternate: reduce-scatter and all-gather copy blocks into the "
+            "order of nodes. Give the ranks of a node consecutive numbers",
+        )
     if group.stripes and any(len(ranks) != group.stripes for ranks in nodes):
         used = group.stripes
         fallback(group, "nodes differ in size: %d ranks of each exchange with other nodes", used)
@@ -193,7 +204,7 @@ def all_reduce_called(
         tensor.nbytes,
         tensor.dtype,
         device,
-        path,
+        str(path).replace("\n", "; "),
     )
 
 

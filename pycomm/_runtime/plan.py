@@ -1,8 +1,8 @@
-"""Explains how an all-reduce will run: algorithm, steps and bytes (csrc/core/cost.h)."""
+"""Explains how an all-reduce will run: algorithm, steps, bytes and links (csrc/core/cost.h)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +11,33 @@ from pycomm import _C
 from pycomm._inputs import check_over_nccl, operation_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
 _NAMED = "named by the caller"
+
+
+@dataclass(frozen=True)
+class PeerLink:
+    """A rank with which this one exchanges in an all-reduce, and the link between the two.
+
+    Attributes:
+        rank: the other rank.
+        link: what carries the bytes, such as ``"shared memory, across NUMA nodes 0 and 1"``,
+            ``"CUDA IPC over NVLink"`` or ``"TCP to 10.0.0.2"``.
+        bytes_in: bytes that this rank reads from the other one's memory, or receives from it; None
+            if they are not counted: on CUDA and, between nodes, among the ranks of a node.
+        bytes_out: bytes that this rank writes to the other one's memory, or sends to it.
+    """
+
+    rank: int
+    link: str
+    bytes_in: int | None
+    bytes_out: int | None
+
+    def __str__(self) -> str:
+        counted = f": {self.bytes_in} bytes in, {self.bytes_out} out"
+        return f"rank {self.rank}, {self.link}{'' if self.bytes_in is None else counted}"
 
 
 @dataclass(frozen=True)
@@ -33,6 +56,8 @@ class Plan:
             None on CUDA.
         bytes_out: bytes that this rank writes to other ranks' memory, or sends to other nodes; None
             on CUDA.
+        links: the ranks with which this one exchanges, each with its link. They do not count when
+            plans are compared.
     """
 
     algorithm: str
@@ -42,6 +67,15 @@ class Plan:
     steps: int | None
     bytes_in: int | None
     bytes_out: int | None
+    links: tuple[PeerLink, ...] = field(default=(), compare=False)
+
+    def __str__(self) -> str:
+        counted = ""
+        if self.bytes_in is not None:
+            steps = "" if self.steps is None else f"{self.steps} steps, "
+            counted = f": {steps}{self.bytes_in} bytes in, {self.bytes_out} out"
+        first = f"{self.algorithm} on {self.device}, {self.path}{counted} ({self.why})"
+        return "\n".join([first, *map(str, self.links)])
 
 
 def select(nbytes: int, size: int, device: str = "cpu") -> str:
@@ -50,9 +84,18 @@ def select(nbytes: int, size: int, device: str = "cpu") -> str:
 
 
 def make_plan(
-    core: _C.Group, nbytes: int, dtype: torch.dtype, size: int, algorithm: str, in_window: bool
+    core: _C.Group,
+    nbytes: int,
+    dtype: torch.dtype,
+    size: int,
+    algorithm: str,
+    in_window: bool,
+    links: Mapping[int, str],
 ) -> Plan:
-    """The plan of one rank; see :meth:`pycomm.Group.explain`."""
+    """The plan of one rank; see :meth:`pycomm.Group.explain`.
+
+    It has a link to every other rank.
+    """
     chosen = select(nbytes, size) if algorithm == "auto" else algorithm
     why = _NAMED
     if algorithm == "auto":
@@ -61,8 +104,10 @@ def make_plan(
     if size == 1:
         why, path = "a world of one", "alone"
     operation = operation_of("all_reduce", chosen, dtype)
-    cost = _C.cost(core, operation, nbytes // dtype.itemsize, in_window)
-    return Plan(chosen, why, "cpu", path, *cost)
+    count = nbytes // dtype.itemsize
+    cost = _C.cost(core, operation, count, in_window)
+    partners = _C.cost_by_rank(core, operation, count, in_window)
+    return Plan(chosen, why, "cpu", path, *cost, _links(range(size), partners, links))
 
 
 def make_spanning_plan(
@@ -72,6 +117,8 @@ def make_spanning_plan(
     nodes: Sequence[Sequence[int]],
     algorithm: str,
     table: Sequence[dict[str, Any]] | None,
+    links: Mapping[int, str],
+    rank: int,
 ) -> Plan:
     """The plan of one rank of a group that spans nodes; it counts bytes between nodes.
 
@@ -91,15 +138,42 @@ def make_spanning_plan(
             chosen = "two_shot" if row < 0 else table[row]["algorithm"]
             why = reason(table, row)
     operation = operation_of("all_reduce", chosen, dtype)
-    sent, received = _C.link_cost(core, operation, nbytes // dtype.itemsize)
-    return Plan(chosen, why, "cpu", path, None, received, sent)
+    by_node = _C.link_cost_by_node(core, operation, nbytes // dtype.itemsize)
+    received, sent = map(sum, zip(*by_node, strict=True))
+    local = next(ranks for ranks in nodes if rank in ranks)
+    inside = [PeerLink(r, links[r], None, None) for r in local if r != rank and nbytes > 0]
+    index = local.index(rank)
+    carriers = [ranks[index] for ranks in nodes] if index < stripes else []
+    between = _links(carriers, by_node, links)
+    return Plan(chosen, why, "cpu", path, None, received, sent, (*inside, *between))
 
 
-def make_cuda_plan(nbytes: int, size: int, algorithm: str, transport: str) -> Plan:
-    """The plan of every rank on CUDA, without steps and bytes."""
+def make_cuda_plan(
+    core: _C.Group,
+    nbytes: int,
+    dtype: torch.dtype,
+    size: int,
+    algorithm: str,
+    transport: str,
+    links: Mapping[int, str],
+) -> Plan:
+    """The plan of one rank on CUDA, without steps and bytes."""
     chosen = select(nbytes, size, "cuda") if algorithm == "auto" else algorithm
     why = _NAMED if chosen == algorithm else f"the table's choice for {nbytes} B"
-    return Plan(chosen, why, "cuda", transport, None, None, None)
+    operation = operation_of("all_reduce", chosen, dtype)
+    partners = _C.cost_by_rank(core, operation, nbytes // dtype.itemsize, False)
+    uncounted = tuple(
+        PeerLink(each.rank, each.link, None, None) for each in _links(range(size), partners, links)
+    )
+    return Plan(chosen, why, "cuda", transport, None, None, None, uncounted)
+
+
+def _links(
+    ranks: Sequence[int], partners: Sequence[tuple[int, int]], links: Mapping[int, str]
+) -> tuple[PeerLink, ...]:
+    """The ranks with which bytes are exchanged; `partners` has the bytes of each of them."""
+    pairs = zip(ranks, partners, strict=False)  # a rank that carries no stripe has no carriers
+    return tuple(PeerLink(rank, links[rank], *moved) for rank, moved in pairs if any(moved))
 
 
 def check_bytes(nbytes: int, dtype: torch.dtype) -> None:

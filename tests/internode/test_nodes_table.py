@@ -10,6 +10,7 @@ import random
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import golden
 import golden_nodes
@@ -196,11 +197,12 @@ def test_one_node_ignores_the_table(world, table):
 def test_over_nccl_the_table_is_ignored(world, table, monkeypatch):
     group = world(2, nodes=[1, 1], algorithms=table(RING)).groups[0]
     assert group.explain(4, device="cuda").algorithm == "ring"  # over Gloo
-    monkeypatch.setattr(group, "_span", object())
+    monkeypatch.setattr(group, "_span", SimpleNamespace(node=None))
     plan = group.explain(4, device="cuda")
     assert (plan.algorithm, plan.bytes_out) == ("two_shot", group.explain(4).bytes_out)
     assert plan.why == "over NCCL there is no other, whatever the table says"
     assert group.explain(4).algorithm == "ring"
+    assert [link.link for link in plan.links] == ["NCCL, which chooses the link"]
     with pytest.raises(ValueError, match="algorithm must be auto or two_shot between nodes over"):
         group.explain(4, algorithm="ring", device="cuda")
 

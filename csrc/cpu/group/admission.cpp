@@ -40,6 +40,18 @@ Traffic Group::cost(const Operation& operation, bool zero_copy) const {
   return cost_of(operation, {rank_, size_, comm_.slot_bytes(), kPacketBytes, zero_copy});
 }
 
+std::vector<LinkTraffic> Group::cost_by_rank(const Operation& operation, bool zero_copy) const {
+  check_fits({operation});
+  const CostRank rank{comm_.rank(), comm_.size(), comm_.slot_bytes(), kPacketBytes, zero_copy};
+  return pycomm::cost_by_rank(operation, rank);
+}
+
+std::vector<LinkTraffic> Group::link_cost_by_node(const Operation& operation) const {
+  check_fits({operation});
+  if (internode_ == nullptr) return {};
+  return pycomm::link_cost_by_node(operation, internode_->nodes(), comm_.rank());
+}
+
 LinkTraffic Group::link_cost(const Operation& operation) const {
   check_fits({operation});
   if (internode_ == nullptr) return {};

@@ -182,6 +182,10 @@ class Group {
   // counted in a group that spans nodes. link_cost(): between nodes, as link_traffic() tells
   // afterwards. `zero_copy`: all ranks' tensors lie in their windows.
   Traffic cost(const Operation& operation, bool zero_copy) const;
+  // cost() and link_cost() by partner: the bytes sent to and received from each rank of the node, if
+  // nothing is compressed, and from each node.
+  std::vector<LinkTraffic> cost_by_rank(const Operation& operation, bool zero_copy) const;
+  std::vector<LinkTraffic> link_cost_by_node(const Operation& operation) const;
   // The row of the group's table for uncompressed all-reduces of so many bytes; -1 if there is none.
   int matching_row(std::int64_t bytes) const;
   // For a caller whose bits must not depend on the table: what to ask for instead of `algorithm`.
