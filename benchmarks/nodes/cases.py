@@ -38,25 +38,34 @@ TRAINING_GOAL = 2.5
 # The step of the wrapper without shards over this one's.
 SHARDED_GOALS = {"sharded": 1.05, "sharded int8": 3.5}
 ALGORITHMS = ("two_shot", "ring", "tree")
-LATENCIES_MS = (0, 2)  # added to that of the emulated links
+LATENCIES_MS = (0, 0.1, 2)  # added to that of the emulated links
 SIZES = (16 << 10, 256 << 10, 4 * MIB, 64 * MIB)
 BUCKET_MIB = 4  # of DDP: a parameter each, so that there is something to overlap
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Nodes, ranks on each, and the rate of their links."""
+    """The ranks on each node, and the rate of the nodes' links."""
 
-    nodes: int
-    ranks: int
+    ranks: tuple[int, ...]
     rate: str
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return len(self.ranks)
+
+    @property
+    def ranks_per_node(self) -> int | str:
+        """A number if it is the same on all nodes; else all numbers: ``"1+2+3"``."""
+        return self.ranks[0] if len(set(self.ranks)) == 1 else "+".join(map(str, self.ranks))
 
     def cluster(self, constants: Constants, cores: int) -> Cluster:
         """The cluster for the model; all nodes share the cores of this one machine."""
         link = Link(
             RATES[self.rate], constants["link.latency"], constants["link.payload"], BURST_BYTES
         )
-        ranks = self.nodes * self.ranks
+        ranks = sum(self.ranks)
         return Cluster(ranks, self.nodes, link, cores / ranks)
 
 
@@ -66,6 +75,7 @@ class NodeRow(ResultRow):
 
     Attributes:
         case: ``"all_reduce"``, with an added latency, ``"training"``, or one of `SHARDED_CASES`.
+        ranks_per_node: as a layout has it.
         bytes: of the tensor, or of all gradients.
         predicted_us: the model's prediction; None if it does not know the contestant.
         predicted_link_bytes: that a node sends, as well.
@@ -78,7 +88,7 @@ class NodeRow(ResultRow):
 
     case: str
     nodes: int
-    ranks_per_node: int
+    ranks_per_node: int | str
     rate: str
     contestant: str
     bytes: int
@@ -135,10 +145,10 @@ def all_reduce_rows(layout: Layout, nbytes: int, constants: Constants, cores: in
         is_goal = layout.nodes == 2 and layout.rate == "1gbit" and nbytes == 64 * MIB
         rows.append(
             NodeRow(
-                "all_reduce", layout.nodes, layout.ranks, layout.rate, contestant, nbytes,
+                "all_reduce", layout.nodes, layout.ranks_per_node, layout.rate, contestant, nbytes,
                 None if contestant == unknown else round(1e6 * exchange.seconds, 1),
                 round(exchange.link_bytes),
-                goal=GOALS.get((layout.ranks, contestant)) if is_goal else None,
+                goal=GOALS.get((layout.ranks[0], contestant)) if is_goal else None,
             )
         )  # fmt: skip
     return rows
@@ -164,7 +174,7 @@ def algorithm_rows(layout: Layout, cases: list[dict[str, Any]]) -> list[NodeRow]
     share = 2 * (layout.nodes - 1) / layout.nodes
     return [
         NodeRow(
-            case["case"], layout.nodes, layout.ranks, layout.rate, name, case["bytes"],
+            case["case"], layout.nodes, layout.ranks_per_node, layout.rate, name, case["bytes"],
             None, None if name == "tree" else round(share * case["bytes"]),
         )
         for case in cases
@@ -182,7 +192,8 @@ def training_rows(
         step = what and predict(model, *what, parameters, compute, BUCKET_MIB * MIB)
         rows.append(
             NodeRow(
-                "training", layout.nodes, layout.ranks, layout.rate, contestant, 4 * parameters,
+                "training", layout.nodes, layout.ranks_per_node, layout.rate, contestant,
+                4 * parameters,
                 round(1e6 * step.seconds, 1) if step else None,
                 round(step.bucket.link_bytes * step.buckets) if step else None,
                 goal=TRAINING_GOAL if contestant == "pycomm int8_hook" else None,
@@ -196,11 +207,11 @@ SHARDED_CASES = ("step", "exchange and optimizer")
 
 def sharded_rows(layout: Layout, parameters: int, names: Iterable[str]) -> list[NodeRow]:
     """Steps of wrappers, which the model does not predict."""
-    goals = SHARDED_GOALS if layout == Layout(2, 1, "1gbit") else {}
+    goals = SHARDED_GOALS if layout == Layout((1, 1), "1gbit") else {}
     return [
         NodeRow(
-            case, layout.nodes, layout.ranks, layout.rate, name, 4 * parameters, None, None,
-            goal=goals.get(name) if case != "step" else None,
+            case, layout.nodes, layout.ranks_per_node, layout.rate, name, 4 * parameters,
+            None, None, goal=goals.get(name) if case != "step" else None,
         )
         for case in SHARDED_CASES
         for name in names

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,16 +52,20 @@ ALLOWED_S = 1.0  # seconds after the timeout in which errors must come
 CUT_BYTES = 16 * MIB
 
 
-def layouts(text: str) -> tuple[tuple[int, int], ...]:
-    """Parses layouts: ``2x1,2x2`` are nodes, and ranks on each."""
+def layouts(text: str) -> tuple[tuple[int, ...], ...]:
+    """Parses the ranks of each node: ``2x1`` are two nodes of a rank, ``1+2+3`` differ in size."""
     found = []
     for part in text.split(","):
-        nodes, _, ranks = part.partition("x")
-        if not (nodes.isdecimal() and ranks.isdecimal() and 2 <= int(nodes) <= 8 and int(ranks)):
+        nodes, is_even, ranks = part.partition("x")
+        numbers = [nodes, ranks] if is_even else part.split("+")
+        values = [int(number) if number.isdecimal() else 0 for number in numbers]
+        counts = (values[1],) * values[0] if is_even else tuple(values)
+        if not (2 <= len(counts) <= 8 and all(counts)):
             raise argparse.ArgumentTypeError(
-                f"expected 2 to 8 nodes x ranks on each, such as 2x1,2x2, got {text!r}"
+                "expected 2 to 8 nodes x ranks on each, or the ranks of each, such as 2x1,1+2+3, "
+                f"got {text!r}"
             )
-        found.append((int(nodes), int(ranks)))
+        found.append(counts)
     return tuple(found)
 
 
@@ -81,7 +85,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__.splitlines()[0] if __doc__ else None,
     )
     add = parser.add_argument
-    add("--layouts", type=layouts, default="2x1,2x2", help="nodes x ranks (default 2x1,2x2)")
+    add(
+        "--layouts",
+        type=layouts,
+        default="2x1,2x2",
+        help="nodes x ranks, or 1+2+3 (default 2x1,2x2)",
+    )
     add("--rates", type=rates, default="1gbit,100mbit,10gbit", help="rates of links (default: all)")
     add("--mib", type=int, default=64, help="MiB of the tensor (default 64)")
     add("--rounds", type=int, default=5, help="rounds per case (default 5)")
@@ -100,6 +109,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("mib", "rounds", "parameters"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
+    if not options.algorithms and any(len(set(ranks)) > 1 for ranks in options.layouts):
+        parser.error("--layouts must have as many ranks on each node but with --algorithms")
     return options
 
 
@@ -122,7 +133,8 @@ class NodeResults(Results[NodeRow]):
 
     def fill(self, answered: dict[str, Any], layout: Layout) -> None:
         """Adds figures to rows and prints them; also keeps figures that belong to no row."""
-        figures, meant = answered["figures"], (answered["case"], layout.nodes, layout.ranks)
+        figures, case = answered["figures"], answered["case"]
+        meant = (case, layout.nodes, layout.ranks_per_node)
         for row in self.rows:
             here = (row.case, row.nodes, row.ranks_per_node)
             if row.bytes != answered.get("bytes", row.bytes):
@@ -133,6 +145,10 @@ class NodeResults(Results[NodeRow]):
                 self.say(row.line())
         if answered["case"] == "training":
             self._note_training(answered)
+        if "late_us" in answered:
+            kept = ("case", "bytes", "late_us")
+            noted = {"ranks": list(layout.ranks)} | {name: answered[name] for name in kept}
+            self.meta.setdefault("lateness", []).append(noted)
         self.save()
 
     def _note_training(self, answered: dict[str, Any]) -> None:
@@ -167,20 +183,20 @@ def shared_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="pycomm-nodes-")
 
 
-def torchrun(nodes: Nodes, ranks: int, arguments: list[str]) -> list[Any]:
-    """Starts torchrun on every node."""
+def torchrun(nodes: Nodes, ranks: Sequence[int], arguments: list[str]) -> list[Any]:
+    """Starts torchrun on every node, with as many ranks as the node has."""
     started = []
-    for node in range(nodes.count):
+    for node, count in enumerate(ranks):
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes.count),
-            "--node-rank", str(node), "--nproc-per-node", str(ranks),
+            "--node-rank", str(node), "--nproc-per-node", str(count),
             "--master-addr", address(0), "--master-port", str(PORT), *arguments,
         ]  # fmt: skip
         started.append(nodes.start(node, command, environment()))
     return started
 
 
-def start(nodes: Nodes, ranks: int, plan: dict[str, Any], folder: Path) -> list[Any]:
+def start(nodes: Nodes, ranks: Sequence[int], plan: dict[str, Any], folder: Path) -> list[Any]:
     """Starts the ranks with a plan."""
     write(folder / "plan", plan)
     module = ["-m", "benchmarks.nodes.ranks"]
@@ -192,7 +208,7 @@ def with_links(known: constants.Constants) -> constants.Constants:
     with shared_folder() as name, Nodes(2, "10gbit") as nodes:
         path = Path(name, "constants.json")
         command = ["-m", "pycomm.advise", "--measure", "--constants", str(path)]
-        codes = [process.wait() for process in torchrun(nodes, 1, command)]
+        codes = [process.wait() for process in torchrun(nodes, (1, 1), command)]
         if any(codes):
             raise SystemExit(f"measuring the links failed: exit codes {codes}")
         measured = constants.load(path)
@@ -219,18 +235,21 @@ def questions(folder: Path, started: list[Any]) -> Iterator[tuple[dict[str, Any]
 
 
 def exchange(
-    count: int, ranks: int, options: argparse.Namespace, known: constants.Constants, to: NodeResults
+    ranks: tuple[int, ...],
+    options: argparse.Namespace,
+    known: constants.Constants,
+    to: NodeResults,
 ) -> None:
-    """Measures all-reduces and training on `count` nodes."""
+    """Measures all-reduces and training on nodes with so many ranks each."""
     cores, nbytes = collect_env.usable_cores(), options.mib * MIB
     cases = [{"rate": rate, "bytes": nbytes, "rounds": options.rounds} for rate in options.rates]
-    trains = (count, ranks) == (2, 1) and not options.no_training and "1gbit" in options.rates
+    trains = ranks == (1, 1) and not options.no_training and "1gbit" in options.rates
     training = [{"rate": "1gbit", "parameters": options.parameters, "batch": 128,
                  "bucket_cap_mb": BUCKET_MIB, "rounds": options.rounds, "steps": 10}]  # fmt: skip
     plan: dict[str, Any] = {"what": "exchange"}
     plan |= {"all_reduce": [], "algorithms": [], "training": [], "step": []}
     for rate in options.rates:
-        layout = Layout(count, ranks, rate)
+        layout = Layout(ranks, rate)
         if options.sharded:
             case = {"rate": rate, "parameters": options.parameters, "rounds": options.rounds}
             plan["step"].append(case)
@@ -244,14 +263,14 @@ def exchange(
         plan |= {"all_reduce": cases, "training": training if trains else []}
     with (
         shared_folder() as name,
-        Nodes(count, "1gbit") as nodes,
+        Nodes(len(ranks), "1gbit") as nodes,
     ):
         folder = Path(name)
         started = start(nodes, ranks, plan, folder)
         for question, answer in questions(folder, started):
-            layout = Layout(count, ranks, question.get("rate", ""))
-            if question["what"] == "nodes" and len(question["nodes"]) != count:
-                raise SystemExit(f"pycomm sees {question['nodes']}, not {count} nodes")
+            layout = Layout(ranks, question.get("rate", ""))
+            if question["what"] == "nodes" and tuple(map(len, question["nodes"])) != ranks:
+                raise SystemExit(f"pycomm sees {question['nodes']}, not nodes of {ranks} ranks")
             if question["what"] == "rate":
                 nodes.set_rate(question["rate"])
             if question["what"] == "predict":
@@ -268,7 +287,7 @@ def cut_links(trials: int, to: NodeResults) -> None:
     rng, cuts = random.Random(0), []
     with shared_folder() as name, Nodes(2, "1gbit") as nodes:
         folder = Path(name)
-        start(nodes, 1, plan, folder)
+        start(nodes, (1, 1), plan, folder)
         for trial in range(trials):
             exchanging = [folder / f"exchanging-{trial}-{rank}" for rank in range(2)]
             if not wait_until_all(exchanging, START_S):
@@ -344,8 +363,8 @@ def main() -> None:
     if not (options.sharded or options.algorithms):
         known = with_links(known)
     results = NodeResults(options, known)
-    for count, ranks in options.layouts:
-        exchange(count, ranks, options, known, results)
+    for ranks in options.layouts:
+        exchange(ranks, options, known, results)
     if options.cuts and not (options.sharded or options.algorithms):
         cut_links(options.cuts, results)
     results.end()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -135,9 +135,15 @@ def all_reduces(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]]
 
 
 class LateTransport(internode.GlooTransport):
-    """A link whose batches complete `seconds` later, one after another, as on a longer way."""
+    """A link whose batches complete `seconds` later, one after another, as on a longer way.
+
+    Attributes:
+        seconds: the latency that is added.
+        late: by how many seconds more each batch was late, because a thread woke up late.
+    """
 
     seconds = 0.0
+    late: ClassVar[list[float]] = []
 
     def __init__(self, links: internode.CarrierLinks) -> None:
         self._due: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -152,8 +158,11 @@ class LateTransport(internode.GlooTransport):
             self._due.put(time.perf_counter() + self.seconds)
 
     def _pass_on(self) -> None:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # so that it wakes up in time
         while True:
-            time.sleep(max(self._due.get() - time.perf_counter(), 0))
+            due = self._due.get()
+            time.sleep(max(due - time.perf_counter(), 0))
+            self.late.append(time.perf_counter() - due)
             super().complete()
 
 
@@ -167,8 +176,11 @@ def algorithms(group: pycomm.Group, asking: Asking, cases: list[dict[str, Any]])
             name: functools.partial(pycomm.all_reduce, x, algorithm=name, group=group)
             for name in ALGORITHMS
         }
+        LateTransport.late.clear()
         figures = interleave(calls, case["rounds"])
-        asking.ask("result", figures=figures, base="two_shot", **case)
+        late = LateTransport.late
+        added = {"late_us": round(1e6 * statistics.median(late), 1)} if late else {}
+        asking.ask("result", figures=figures, base="two_shot", **added, **case)
 
 
 def bf16_over_gloo(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -34,7 +34,7 @@ SIZE = 64 * MIB
 
 
 def rows_of(nodes=2, ranks=1, rate="1gbit", nbytes=SIZE):
-    rows = all_reduce_rows(Layout(nodes, ranks, rate), nbytes, TYPICAL, 2)
+    rows = all_reduce_rows(Layout((ranks,) * nodes, rate), nbytes, TYPICAL, 2)
     return {row.contestant: row for row in rows}
 
 
@@ -52,9 +52,9 @@ def test_without_the_tools(monkeypatch):
 
 
 def test_layouts_and_rates():
-    assert cli.layouts("2x1,4x2") == ((2, 1), (4, 2))
+    assert cli.layouts("2x1,3x2,1+2+3") == ((1, 1), (2, 2, 2), (1, 2, 3))
     assert cli.rates("1gbit,10gbit") == ("1gbit", "10gbit")
-    for text in ("1x2", "9x1", "2x0", "2", "axb", ""):
+    for text in ("1x2", "9x1", "2x0", "2", "axb", "2x", "1+0", "1+", "1+2x2", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="expected 2 to 8 nodes"):
             cli.layouts(text)
     with pytest.raises(argparse.ArgumentTypeError, match="expected some of 100mbit"):
@@ -81,18 +81,19 @@ def test_algorithms_are_compared_with_two_shot_at_the_same_size(tmp_path, capsys
     made = algorithm_cases("1gbit", 4)
     path = tmp_path / "nodes.json"
     results = cli.NodeResults(cli.parse(["--algorithms", "--json", str(path)]), TYPICAL)
-    results.predict(algorithm_rows(Layout(3, 1, "1gbit"), made))
+    results.predict(algorithm_rows(Layout((1, 1, 1), "1gbit"), made))
     figures = {name: {"time_us": 4.0, "link_bytes": 1, "rounds": 3} for name in ALGORITHMS}
     figures["ring"] |= {"time_us": 2.0}
-    results.fill(
-        {"figures": figures, "base": "two_shot", "losses": {}, **made[1]}, Layout(3, 1, "1gbit")
-    )
+    answered = {"figures": figures, "base": "two_shot", "losses": {}, "late_us": 3.0, **made[1]}
+    results.fill(answered, Layout((1, 1, 1), "1gbit"))
     rows = [row for row in json.loads(path.read_text())["rows"] if row["time_us"] is not None]
     assert [(row["contestant"], row["bytes"], row["ratio"]) for row in rows] == [
         (name, SIZES[1], 2.0 if name == "ring" else 1.0) for name in ALGORITHMS
     ]
     assert rows[0]["predicted_link_bytes"] == round(4 / 3 * SIZES[1])
     assert capsys.readouterr().out.count("all_reduce +0 ms") == 3
+    late = {"ranks": [1, 1, 1], "case": "all_reduce +0 ms", "bytes": SIZES[1], "late_us": 3.0}
+    assert json.loads(path.read_text())["meta"]["lateness"] == [late]
 
 
 def test_each_case_of_algorithms_has_its_rate_before_it_is_measured(monkeypatch):
@@ -137,6 +138,16 @@ def test_rows_are_predictions_until_they_are_filled():
     assert "+100.0" in row.line()
 
 
+def test_nodes_may_differ_in_size_for_algorithms_alone(capsys):
+    made = algorithm_rows(Layout((1, 2, 3), "1gbit"), algorithm_cases("1gbit", 1))
+    assert {(row.nodes, row.ranks_per_node) for row in made} == {(3, "1+2+3")}
+    assert "3 x 1+2+3" in made[0].line()
+    assert cli.parse(["--layouts", "1+2+3", "--algorithms"]).layouts == ((1, 2, 3),)
+    with pytest.raises(SystemExit):
+        cli.parse(["--layouts", "1+2+3"])
+    assert "--layouts must have as many ranks on each node" in capsys.readouterr().err
+
+
 def test_goals_are_for_their_case_alone():
     assert all(row.goal is None for row in rows_of(rate="10gbit").values())
     assert all(row.goal is None for row in rows_of(nodes=3).values())
@@ -152,7 +163,7 @@ def test_the_row_with_a_residual_has_the_formula_but_no_prediction():
 
 
 def test_training_rows():
-    rows = training_rows(Layout(2, 1, "1gbit"), 10**7, 0.2, TYPICAL, 2)
+    rows = training_rows(Layout((1, 1), "1gbit"), 10**7, 0.2, TYPICAL, 2)
     assert [row.contestant for row in rows] == list(TRAINEES)
     predicted = {row.contestant: row.predicted_us for row in rows}
     assert predicted["gloo PowerSGD hook"] is None
@@ -169,7 +180,7 @@ def test_predictions_are_in_the_file_first(tmp_path, capsys, monkeypatch):
     assert all(row["predicted_link_bytes"] > 0 and row["time_us"] is None for row in rows)
     figures = {row["contestant"]: {"time_us": 5.0, "link_bytes": 1, "rounds": 3} for row in rows}
     answered = {"case": "all_reduce", "rate": "1gbit", "figures": figures}
-    results.fill(answered, Layout(2, 1, "1gbit"))
+    results.fill(answered, Layout((1, 1), "1gbit"))
     assert all(row["time_us"] == 5.0 for row in json.loads(path.read_text())["rows"])
     assert HEADER in capsys.readouterr().out
 
@@ -195,10 +206,10 @@ def test_cuts_are_judged():
 
 
 def test_steps_of_sharded_wrappers_are_compared_with_one_without():
-    rows = sharded_rows(Layout(2, 1, "1gbit"), 100, STEPPERS)
+    rows = sharded_rows(Layout((1, 1), "1gbit"), 100, STEPPERS)
     assert {row.contestant: row.goal for row in rows if row.goal} == SHARDED_GOALS
     assert all(row.bytes == 400 for row in rows)
-    assert not any(row.goal for row in sharded_rows(Layout(2, 2, "1gbit"), 100, STEPPERS))
+    assert not any(row.goal for row in sharded_rows(Layout((2, 2), "1gbit"), 100, STEPPERS))
 
 
 def parameters_after_steps(group):
