@@ -74,3 +74,30 @@ def test_where_buckets_between_nodes_lie_is_told() -> None:
     for paths, told in spanning.run([1, 1], explained, None, False):
         assert paths == {"pinned host memory"}
         assert len(told) == 1
+
+
+def links_of(group: pycomm.Group) -> dict[int, str]:
+    pycomm.all_reduce(torch.ones(1000, device="cuda"), group=group)
+    torch.cuda.synchronize()
+    plan = group.explain(1 << 20, device="cuda")
+    assert all(link.bytes_in is None for link in plan.links if link.link.startswith("CUDA"))
+    return {link.rank: link.link for link in plan.links}
+
+
+@pytest.mark.parametrize(
+    ("layout", "link"), [(gpu_ranks.PEER, "CUDA IPC o"), (gpu_ranks.PINNED, "pinned host memory")]
+)
+def test_links_are_named(layout: str, link: str) -> None:
+    """Once devices are connected; IPC goes over something or on one device."""
+    for rank, found in enumerate(gpu_ranks.run(2, layout, links_of)):
+        assert found.keys() == {1 - rank}
+        assert found[1 - rank].startswith(link)
+
+
+def test_links_between_nodes_are_named() -> None:
+    """Of three ranks on two nodes the first ones exchange over NCCL."""
+    first, second, third = gpu_nodes.run([2, 1], links_of)
+    assert first[1].startswith("CUDA IPC o")
+    assert second.keys() == {0}
+    assert first[2] == third[0] == "NCCL, which chooses the link"
+    assert third.keys() == {0}
