@@ -1,6 +1,6 @@
 """Writes the CUDA libraries that a CUDA build of torch for aarch64 loads: without any code in them.
 
-``python tests/aarch64/stand_ins.py TORCH SYSTEM OUTPUT``: the folders of torch's libraries, of the
+``python tests/cpp/cuda_stand_ins.py TORCH SYSTEM OUTPUT``: the folders of torch's libraries, of the
 system's, and of the stand-ins. torch must load, which takes all names and versions, but on a
 machine without a GPU it calls none of them. The package index has torch for aarch64 with CUDA only.
 """
