@@ -8,12 +8,12 @@ import itertools
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from pycomm import _C
-from pycomm._inputs import ALGORITHMS, check_choice, check_dtype, seconds
+from pycomm._inputs import check_dtype, seconds
 from pycomm._runtime import host, log
 from pycomm._runtime.lifetime import Nodes, OpenGroups, open_groups
 from pycomm.errors import GroupUnusable, Timeout
@@ -274,34 +274,9 @@ class Group:
         Raises:
             ValueError: an argument is not as described, or no all-reduce has the algorithm there.
         """
-        from pycomm._runtime.plan import check_bytes, make_cuda_plan, make_plan, make_spanning_plan
+        from pycomm._runtime.plan import explain
 
-        check_dtype("dtype", dtype)
-        check_choice("algorithm", algorithm, ALGORITHMS)
-        check_bytes(nbytes, dtype)
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"device must be cpu or cuda, got {device!r}")
-        links, core = self._links(device), self._core
-        if len(self.nodes) > 1:
-            table = None if self._spans(torch.device(device)) else self._algorithms
-            return make_spanning_plan(
-                core, nbytes, dtype, self.nodes, algorithm, table, links, self.rank
-            )
-        if device == "cuda":
-            transport = "not connected yet" if self._cuda is None else self._cuda.transport
-            return make_cuda_plan(core, nbytes, dtype, self.size, algorithm, transport, links)
-        return make_plan(core, nbytes, dtype, self.size, algorithm, in_window, links)
-
-    def _links(self, device: str) -> dict[int, str]:
-        """The links to the ranks with which this one exchanges tensors on a device, by rank."""
-        from pycomm._runtime.topology import links_of
-
-        span = self._span if self._spans(torch.device(device)) else None
-        node = self if span is None else cast("Group | None", span.node)  # None: no other rank here
-        side = None if node is None else node._cuda
-        if side is None:
-            return links_of(self, device, over_nccl=span is not None)
-        return links_of(self, device, side.transport, side.devices, span is not None)
+        return explain(self, nbytes, dtype, algorithm, in_window, device)
 
     def report(self, operations: int = 8) -> Report:
         """Reports what the ranks of this node do, and their last operations.

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pycomm import _C
-from pycomm._inputs import check_over_nccl, operation_of
+from pycomm._inputs import (
+    ALGORITHMS,
+    check_choice,
+    check_dtype,
+    check_over_nccl,
+    operation_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
 
 _NAMED = "named by the caller"
 
@@ -81,6 +86,38 @@ class Plan:
 def select(nbytes: int, size: int, device: str = "cpu") -> str:
     """The algorithm that ``algorithm="auto"`` picks."""
     return _C.select_algorithm(nbytes, size, device)
+
+
+def explain(
+    group: Any, nbytes: int, dtype: torch.dtype, algorithm: str, in_window: bool, device: str
+) -> Plan:
+    """The plan of a rank of a :class:`pycomm.Group`; see :meth:`pycomm.Group.explain`."""
+    check_dtype("dtype", dtype)
+    check_choice("algorithm", algorithm, ALGORITHMS)
+    check_bytes(nbytes, dtype)
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    spans = group._spans(torch.device(device))
+    links, core = _links_of(group, device, spans), group._core
+    if len(group.nodes) > 1:
+        table = None if spans else group._algorithms
+        of = group.nodes, algorithm, table, links, group.rank
+        return make_spanning_plan(core, nbytes, dtype, *of)
+    if device == "cuda":
+        transport = "not connected yet" if group._cuda is None else group._cuda.transport
+        return make_cuda_plan(core, nbytes, dtype, group.size, algorithm, transport, links)
+    return make_plan(core, nbytes, dtype, group.size, algorithm, in_window, links)
+
+
+def _links_of(group: Any, device: str, spans: bool) -> dict[int, str]:
+    """The links to the ranks with which a rank exchanges tensors on a device, by rank."""
+    from pycomm._runtime.topology import links_of
+
+    node = group._span.node if spans else group  # None: no other rank is on this node
+    side = None if node is None else node._cuda
+    if side is None:
+        return links_of(group, device, over_nccl=spans)
+    return links_of(group, device, side.transport, side.devices, spans)
 
 
 def make_plan(
