@@ -433,9 +433,14 @@ class DataParallel(ModuleProxy):
         module, state, sharding, survival = self.module, self.comm_state, self._sharding, None
         options: dict[str, object] = {**self._options, "shard": None, "has_group": False}
         if any(parameter.is_cuda for parameter in exchanged):
-            from pycomm._training.heap import wish_for_model
+            if sharding is not None:
+                from pycomm._training.sharding import wish_for_shards
 
-            wish_for_model(group, exchanged, state, sharding, self._bucket_bytes)
+                wish_for_shards(group, exchanged, state, sharding, self._bucket_bytes)
+            elif state.exchanges_in_place(exchanged):
+                from pycomm._training.heap import gradient_bytes
+
+                group._heap_wish += gradient_bytes(exchanged)
         if sharding is not None:
             from pycomm._training.sharding import check_sharding
             from pycomm._training.survival import ShardSurvival

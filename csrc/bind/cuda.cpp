@@ -38,9 +38,7 @@ std::shared_ptr<cpu::DeviceHeap> make_heap(std::uintptr_t begin, std::int64_t by
   const auto wait = [known = std::weak_ptr(endpoint), of = std::weak_ptr(host)] {
     const auto device = known.lock();
     const auto group = of.lock();
-    if (device == nullptr || group == nullptr) return false;
-    device->synchronize();
-    return device->failure().reason == Reason::none && group->abort_word() == 0;
+    return device != nullptr && group != nullptr && cpu::await_unused(*device, *group);
   };
   return std::make_shared<cpu::DeviceHeap>(begin, bytes, wait);
 }

@@ -186,6 +186,17 @@ class CudaSide:
             )
         return self._heap
 
+    def take_in(self, tensor: torch.Tensor) -> None:
+        """Moves a tensor that other ranks cannot get at into the window's heap, with its views.
+
+        It must have its storage for itself. A graph has its address, so a capture moves nothing.
+
+        Raises:
+            MemoryError: the heap has no room.
+        """
+        if self.path_of(tensor) == "staged" and not torch.cuda.is_current_stream_capturing():
+            self._present_heap().take_in(tensor)
+
     def place_of(self, tensor: torch.Tensor) -> int:
         """The offset of a tensor in the window's heap; -1 if it lies elsewhere."""
         if self._heap is None or tensor not in self._heap:
@@ -235,16 +246,35 @@ class CudaHeap:
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Makes an uninitialised tensor. One made in a capture keeps its memory, for the graph."""
+        made = self._take(shape, dtype)
+        self._release_with(made)
+        return made
+
+    def take_in(self, tensor: torch.Tensor) -> None:
+        """Moves a tensor, which has its storage for itself, and its views to the heap."""
+        from pycomm._runtime.c10d import take_memory
+
+        made = self._take(tensor.shape, tensor.dtype)
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))  # which reads it here
+        take_memory(tensor, made.copy_(tensor))
+        self._release_with(tensor)
+
+    def _take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor whose memory is in use for good."""
         nbytes = shape.numel() * dtype.itemsize
-        captured = torch.cuda.is_current_stream_capturing()
-        address = self.ranges.take(nbytes, may_wait=not captured)
+        may_wait = not torch.cuda.is_current_stream_capturing()
+        address = self.ranges.take(nbytes, may_wait=may_wait)
         if not address:
             raise MemoryError(self.ranges.refusal(nbytes))
         device = self.memory.device
         storage = storage_at(address, device, nbytes)
-        ranges = None if captured else self.ranges
-        weakref.finalize(storage, _release, self.memory, ranges, address).atexit = False
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
+
+    def _release_with(self, tensor: torch.Tensor) -> None:
+        """Releases a tensor's memory once its storage is gone; in a capture, never."""
+        ranges = None if torch.cuda.is_current_stream_capturing() else self.ranges
+        kept = self.memory, ranges, tensor.data_ptr()
+        weakref.finalize(tensor.untyped_storage(), _release, *kept).atexit = False
 
 
 def _release(

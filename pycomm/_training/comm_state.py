@@ -276,6 +276,14 @@ class CommState(HookState):
         # A copy in another dtype, which another hook has made, lives for a step only.
         lasts = buffer.dtype == parameters[0].dtype
         if rebuilt and lasts and self.compression is None:
+            ids = set(map(id, parameters))
+            self._planner.forget(ids)  # old buckets, whose memory the new ones need
+            if not self._now.parameters.isdisjoint(ids):  # start() begins a step
+                self._now.flights.clear()
+            if buffer.is_cuda:
+                from pycomm._training.heap import wish_for_buckets
+
+                wish_for_buckets(self.group, self._parameters.tensors or parameters)
             move_into_window(buffer, self.group)
         self._planner.follow_formats(parameters, rebuilt)
 

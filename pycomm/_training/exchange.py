@@ -215,10 +215,8 @@ class Planner:
         found = self.made.get(key)
         if found is not None and found.state == state:
             return found
-        if found is None:  # DDP has new buckets: free the old ones' memory
-            ids = set(key[1:])
-            for old in [k for k in self.made if not ids.isdisjoint(k[1:])]:
-                del self.made[old]
+        if found is None:
+            self.forget(set(key[1:]))
         entries = self._parameters.of(parameters)
         if begins is None:
             begins = list(itertools.accumulate((e.numel for e in entries[:-1]), initial=0))
@@ -250,6 +248,14 @@ class Planner:
         )
         self.made[key] = exchange
         return exchange
+
+    def forget(self, ids: set[int]) -> None:
+        """Drops the exchanges of buckets with any of these parameters, and so the buckets' memory.
+
+        DistributedDataParallel makes new ones.
+        """
+        for old in [key for key in self.made if not ids.isdisjoint(key[1:])]:
+            del self.made[old]
 
     def follow_formats(self, parameters: Sequence[torch.Tensor], rebuilt: bool) -> None:
         """Adapts residuals to new memory formats, or raises if the bucket has the old formats.

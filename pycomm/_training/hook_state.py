@@ -47,6 +47,11 @@ class HookState(ABC):
                 f"got {type(model).__name__}"
             )
         model.register_comm_hook(self, comm_hook)
+        on_cuda = [p for p in model.parameters() if p.requires_grad and p.is_cuda]
+        if on_cuda and self.exchanges_in_place(on_cuda):
+            from pycomm._training.heap import wish_for_ddp
+
+            wish_for_ddp(self.group, model, on_cuda)
 
     @property
     @abstractmethod
@@ -65,6 +70,10 @@ class HookState(ABC):
     @abstractmethod
     def sends_dense(self, parameter: torch.Tensor) -> bool:
         """True if this parameter's gradient is sent uncompressed."""
+
+    def exchanges_in_place(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """True if these parameters' gradients are exchanged where they lie."""
+        return not self.averages_parameters and all(map(self.sends_dense, parameters))
 
     @abstractmethod
     def options(self) -> dict[str, object]:
@@ -147,16 +156,18 @@ def move_into_window(bucket: torch.Tensor, group: Group) -> None:
     one rank, or if the window has no memory left.
     """
     storage = bucket.untyped_storage()
-    alone = storage.nbytes() == bucket.nbytes and not storage.is_shared()
-    if take_memory is None or not bucket.is_cpu or not alone:
-        return
-    if group.size == 1 or group._core.offset_of(bucket.data_ptr()) >= 0:
+    alone = storage.nbytes() == bucket.nbytes and (bucket.is_cuda or not storage.is_shared())
+    if take_memory is None or not alone or group.size == 1:
         return
     try:
-        memory = group.empty(bucket.numel(), dtype=bucket.dtype)
-    except MemoryError:
-        fallback(group, "no memory for DistributedDataParallel's buckets: exchanges copy them")
-        return
+        if bucket.is_cuda:
+            if not group._spans(bucket.device) and not group._stages(bucket.device):
+                group._cuda_side(bucket.device).take_in(bucket)
+        elif bucket.is_cpu and group._core.offset_of(bucket.data_ptr()) < 0:
+            memory = group.empty(bucket.numel(), dtype=bucket.dtype)
+            take_memory(bucket, memory.copy_(bucket))
+    except MemoryError as error:
+        told = "no memory for DistributedDataParallel's buckets, exchanges copy them: %s"
+        fallback(group, told, error)
     except PycommError:  # the exchange raises it
         return
-    take_memory(bucket, memory.copy_(bucket))

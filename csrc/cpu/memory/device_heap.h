@@ -12,15 +12,23 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "core/signal.h"
 #include "cpu/group/fork.h"
 #include "cpu/memory/free_ranges.h"
 
 namespace pycomm::cpu {
 
+// Waits until a device has done all that this rank has enqueued. Returns true if no rank uses tensors
+// that the rank had released before: an operation ends when every rank has passed it, unless it fails.
+template <class Device, class Group>
+bool await_unused(Device& device, const Group& group) {
+  device.synchronize();
+  return device.failure().reason == Reason::none && group.abort_word() == 0;
+}
+
 class DeviceHeap {
  public:
-  // Waits until the device has done all that this rank has enqueued. Returns false if other ranks
-  // may use this rank's tensors even then, because an operation has failed.
+  // As await_unused().
   using Wait = std::function<bool()>;
 
   static constexpr std::int64_t kUnit = 256;
@@ -33,10 +41,12 @@ class DeviceHeap {
   // `may_wait`, first frees what was released, for which it waits for the device. Returns 0 if
   // there is no room. Zero bytes take a unit, too.
   std::uintptr_t take(std::int64_t bytes, bool may_wait) {
-    if (const std::uintptr_t found = take_free(bytes); found != 0 || !may_wait) return found;
+    {
+      const std::lock_guard lock(mutex_);
+      if (const std::uintptr_t found = take_free(bytes); found != 0 || !may_wait) return found;
+    }
     const std::lock_guard one_at_a_time(reclaiming_);
-    if (!closed_) reclaim();
-    return take_free(bytes);
+    return reclaim_and_take(bytes);
   }
 
   // Releases what take() has returned. The device may still be using it. In a forked child, the
@@ -77,8 +87,8 @@ class DeviceHeap {
   }
 
  private:
+  // With mutex_.
   std::uintptr_t take_free(std::int64_t bytes) {
-    const std::lock_guard lock(mutex_);
     const auto found = closed_ ? std::nullopt : free_.take(bytes);
     if (!found) return 0;
     const std::uintptr_t address = begin_ + static_cast<std::uintptr_t>(found->begin);
@@ -87,14 +97,16 @@ class DeviceHeap {
   }
 
   // Frees what was released before this call, unless an operation has failed. What other threads
-  // release meanwhile may belong to later work of the device.
-  void reclaim() {
+  // release meanwhile may belong to later work of the device. What they take meanwhile is not what
+  // this call frees: nobody comes between that and its own look.
+  std::uintptr_t reclaim_and_take(std::int64_t bytes) {
     std::vector<Range> before;
     {
       const std::lock_guard lock(mutex_);
+      const std::uintptr_t found = take_free(bytes);  // another thread may have freed some
+      if (found != 0 || closed_ || released_.empty()) return found;
       before.swap(released_);
     }
-    if (before.empty()) return;
     bool unused = false;
     try {
       unused = wait_();
@@ -102,9 +114,13 @@ class DeviceHeap {
       put_back(before);
       throw;
     }
-    if (!unused) return put_back(before);
+    if (!unused) {
+      put_back(before);
+      return 0;
+    }
     const std::lock_guard lock(mutex_);
     for (const Range& range : before) free_.give(range);
+    return take_free(bytes);
   }
 
   void put_back(const std::vector<Range>& ranges) {

@@ -1,7 +1,7 @@
 # Tests of all interleavings: test_checker for the algorithms of core/ (checker/comm.h),
 # test_interleavings for what the CPU code does when an operation fails, test_close for close(),
 # test_agreement for the agreement on a smaller group, test_ring for the ring of messages,
-# test_record for what others read of a rank's records.
+# test_record for what others read of a rank's records, test_heap for memory that is used again.
 # `make mutants` runs each test also against mutants of the code it checks, and expects a complaint.
 include(tests/cpp/mutate.cmake)
 set(CHECKER ${CMAKE_CURRENT_LIST_DIR})
@@ -34,12 +34,16 @@ foreach(path ${OBSERVED_SOURCES})
   target_compile_options(observed_${source} PRIVATE -fsanitize=thread ${QUICKLY_COMPILED})
   target_link_libraries(observed_${source} PRIVATE tested_cpu)
 endforeach()
+add_library(locks OBJECT ${CHECKER}/locks.cpp)
+target_include_directories(locks PUBLIC tests/cpp)
+target_compile_options(locks PRIVATE ${QUICKLY_COMPILED})
+set(locks_of_close locks)
 foreach(test interleavings close agreement)
   add_library(${test} OBJECT ${CHECKER}/test_${test}.cpp)
   target_compile_options(${test} PRIVATE ${QUICKLY_COMPILED})
   target_link_libraries(${test} PUBLIC scheduler tested_cpu)
   add_executable(test_${test})
-  target_link_libraries(test_${test} PRIVATE ${test} scheduler ${OBSERVED})
+  target_link_libraries(test_${test} PRIVATE ${test} scheduler ${OBSERVED} ${locks_of_${test}})
   add_test(NAME ${test} COMMAND test_${test})
 endforeach()
 add_long_test(interleavings_all_orders test_interleavings long)
@@ -63,6 +67,18 @@ endfunction()
 check_record(test_record_orders)
 target_compile_options(test_record_orders PRIVATE ${QUICKLY_COMPILED})
 add_test(NAME record_orders COMMAND test_record_orders)
+
+add_library(symbols OBJECT ${CHECKER}/symbols.cpp)
+target_include_directories(symbols PUBLIC tests/cpp)
+target_compile_options(symbols PRIVATE ${QUICKLY_COMPILED})
+function(check_heap target)
+  add_executable(${target} ${CHECKER}/test_heap.cpp)
+  target_include_directories(${target} BEFORE PRIVATE ${ARGN} ${CHECKER}/instead csrc)
+  target_link_libraries(${target} PRIVATE checked_comm memory symbols locks scheduler)
+endfunction()
+check_heap(test_heap)
+target_compile_options(test_heap PRIVATE ${QUICKLY_COMPILED})
+add_test(NAME heap COMMAND test_heap)
 
 # Recompiles only the part that includes the file: the algorithms, the code between nodes, or the
 # counting of epochs.
@@ -99,7 +115,7 @@ function(add_cpu_mutant name path test file old new)
   list(REMOVE_ITEM others observed_${source})
   add_executable(mutant_${name} ${from}/cpu/${path}.cpp)
   target_include_directories(mutant_${name} BEFORE PRIVATE ${copy})
-  target_link_libraries(mutant_${name} PRIVATE ${test} scheduler ${others})
+  target_link_libraries(mutant_${name} PRIVATE ${test} scheduler ${others} ${locks_of_${test}})
   expect_failure(mutant_${name})
   target_compile_options(mutant_${name} PRIVATE -fsanitize=thread)
 endfunction()
@@ -120,6 +136,14 @@ function(add_record_mutant name header old new)
   set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
   mutate(cpu/observe/${header} ${copy} "${old}" "${new}")
   check_record(mutant_${name} ${copy})
+  expect_failure(mutant_${name})
+endfunction()
+
+# A mutant of what test_heap.cpp includes.
+function(add_heap_mutant name file old new)
+  set(copy ${PROJECT_BINARY_DIR}/mutants/${name})
+  mutate(${file} ${copy} "${old}" "${new}")
+  check_heap(mutant_${name} ${copy})
   expect_failure(mutant_${name})
 endfunction()
 

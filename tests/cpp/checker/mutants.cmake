@@ -198,3 +198,36 @@ add_record_mutant(subject_keeps_its_number subject.h "number_.store(0, std::memo
 add_record_mutant(subject_has_its_number_early subject.h "number_.store(0, std::memory_order_relaxed);"
   "number_.store(number, std::memory_order_relaxed);")
 add_record_mutant(subject_is_looked_at_once subject.h " || number_.load(std::memory_order_relaxed) != number" "")
+
+# add_heap_mutant(name file old new), of what decides when memory of a CUDA window is used again.
+add_heap_mutant(heap_does_not_wait cpu/memory/device_heap.h "unused = wait_();" "unused = true;")
+add_heap_mutant(heap_looks_before_it_waits cpu/memory/device_heap.h "device.synchronize();
+  return device.failure().reason == Reason::none && group.abort_word() == 0;"
+  "const bool unused = device.failure().reason == Reason::none && group.abort_word() == 0;
+  device.synchronize();
+  return unused;")
+add_heap_mutant(heap_forgets_failures cpu/memory/device_heap.h "device.failure().reason == Reason::none && " "")
+add_heap_mutant(heap_frees_after_a_failure cpu/memory/device_heap.h "if (!unused) {
+      put_back(before);
+      return 0;
+    }" "")
+add_heap_mutant(heap_frees_what_is_released_meanwhile cpu/memory/device_heap.h
+  "for (const Range& range : before) free_.give(range);"
+  "before.insert(before.end(), released_.begin(), released_.end());
+    released_.clear();
+    for (const Range& range : before) free_.give(range);")
+add_heap_mutant(heap_lets_others_take_what_it_frees cpu/memory/device_heap.h
+  "for (const Range& range : before) free_.give(range);
+    return take_free(bytes);" "for (const Range& range : before) free_.give(range);
+    mutex_.unlock();
+    mutex_.lock();
+    return take_free(bytes);")
+add_heap_mutant(heap_has_two_reclaimers cpu/memory/device_heap.h
+  "const std::lock_guard one_at_a_time(reclaiming_);" "")
+add_heap_mutant(heap_closes_beside_a_wait cpu/memory/device_heap.h "std::scoped_lock lock(reclaiming_, mutex_)"
+  "std::lock_guard lock(mutex_)")
+add_heap_mutant(heap_hands_out_when_closed cpu/memory/device_heap.h "closed_ ? std::nullopt : free_.take(bytes)"
+  "free_.take(bytes)")
+add_heap_mutant(operation_ends_while_its_tensor_is_read core/algorithms/two_shot.h "comm.wait_all(kReduced, 1);" "")
+add_heap_mutant(operation_ends_before_others_have_passed core/algorithms/two_shot.h "comm.wait_all(kReduced, t);"
+  "comm.wait_all(kReduced, t - 1);")

@@ -4,7 +4,6 @@
 // call the scheduler.
 #include <pthread.h>
 
-#include <cerrno>
 #include <cstdlib>
 #include <map>
 #include <memory>
@@ -13,6 +12,7 @@
 #include "checker/atomics.h"
 #include "checker/clock.h"
 #include "checker/explorer.h"
+#include "checker/locks.h"
 #include "cpu/group/group.h"
 #include "support/run_all.h"
 
@@ -23,38 +23,24 @@ using checker::Violation;
 
 struct Run {
   checker::Fibers fibers;
-  std::map<const void*, bool> locked;            // by mutex
+  checker::Locks locks{fibers};
   std::map<const void*, std::int64_t> notified;  // by condition variable: number of notifications
   // The thread that the group may start.
   void* (*worker)(void*) = nullptr;
   void* argument = nullptr;
   bool worker_ended = false;
-  std::size_t users = 0;  // threads that have not finished
+  std::size_t users;  // threads that have not finished
+
+  Run(checker::Fibers::Choice choice, std::size_t users)
+      : fibers(std::move(choice)), users(users) {}
 };
 Run* run = nullptr;
 
-void lock(const void* mutex) {
-  run->fibers.pause();
-  run->fibers.wait_until([=] { return !run->locked[mutex]; }, [] { return "waits for a lock"; });
-  run->locked[mutex] = true;
-}
-
-bool try_lock(const void* mutex) {
-  run->fibers.pause();
-  return !std::exchange(run->locked[mutex], true);
-}
-
-void unlock(const void* mutex) {
-  run->locked[mutex] = false;
-  run->fibers.pause();
-}
-
 void wait(const void* condition, const void* mutex) {
   const std::int64_t before = run->notified[condition];
-  run->locked[mutex] = false;
-  run->fibers.wait_until([=] { return run->notified[condition] != before; },
-                         [] { return "waits for a notification"; });
-  lock(mutex);
+  run->locks.wait(
+      mutex, [=] { return run->notified[condition] != before; },
+      [] { return "waits for a notification"; });
 }
 
 void notify(const void* condition) {
@@ -115,8 +101,9 @@ void once(checker::Fibers::Choice choice) {
   User first{group}, second{group};
   const std::vector<std::function<void()>> users = {[&] { first.submits(); },
                                                     [&] { second.runs(); }, [&] { group.close(); }};
-  Run mine{checker::Fibers(std::move(choice)), {}, {}, nullptr, nullptr, false, users.size()};
+  Run mine(std::move(choice), users.size());
   run = &mine;
+  checker::use_locks(&mine.locks);
   const auto pause = [](const volatile void*) { run->fibers.pause(); };
   const auto go_on = [](const volatile void*) {};
   const auto of_group = [&](const volatile void* address) {
@@ -140,6 +127,7 @@ void once(checker::Fibers::Choice choice) {
     std::_Exit(1);
   }
   checker::observe_atomics(nullptr);
+  checker::use_locks(nullptr);
   run = nullptr;
 }
 
@@ -151,21 +139,10 @@ void close_against_submit() {
 }  // namespace
 }  // namespace pycomm::test
 
-// Replaces the system's functions. There is one real thread, which needs no locks.
+// Replaces the system's functions; mutexes are checker/locks.h's.
 using pycomm::test::run;
 
 extern "C" {
-int pthread_mutex_lock(pthread_mutex_t* mutex) noexcept {
-  if (run != nullptr) pycomm::test::lock(mutex);
-  return 0;
-}
-int pthread_mutex_trylock(pthread_mutex_t* mutex) noexcept {
-  return run == nullptr || pycomm::test::try_lock(mutex) ? 0 : EBUSY;
-}
-int pthread_mutex_unlock(pthread_mutex_t* mutex) noexcept {
-  if (run != nullptr) pycomm::test::unlock(mutex);
-  return 0;
-}
 int pthread_cond_wait(pthread_cond_t* condition, pthread_mutex_t* mutex) {
   pycomm::test::wait(condition, mutex);
   return 0;
