@@ -33,6 +33,15 @@ struct Moments {
     v = second(v, g * g);
   }
 
+  // The same for all elements of a thread.
+  template <std::size_t n>
+  PYCOMM_HD void move(const float (&g)[n], float (&m)[n], float (&v)[n]) const {
+    first(m, g);
+    float squares[n];
+    for (std::size_t i = 0; i < n; ++i) squares[i] = g[i] * g[i];
+    second(v, squares);
+  }
+
   PYCOMM_HD float direction(float m, float v) const { return factor * (m / (std::sqrt(v) + eps)); }
 
   // The same, if all numbers are_moderate().
@@ -50,6 +59,7 @@ struct Moments {
 template <bool amsgrad>
 struct AdamW {
   static constexpr int kStates = amsgrad ? 3 : 2;
+  static constexpr bool kInHalves = true;  // has move() and step()
 
   Moments moments;
   float decay;    // factor of p if the decay is decoupled, else 1
@@ -61,15 +71,23 @@ struct AdamW {
         coupled(s.decoupled ? 0.0f : static_cast<float>(s.weight_decay)) {}
 
   PYCOMM_HD void operator()(float g, float& p, float& m, float& v, float& largest) const {
-    move(g, p, m, v, largest);
+    g = coupled != 0.0f ? g + coupled * p : g;
+    moments.move(g, m, v);
+    if constexpr (amsgrad) largest = larger(largest, v);
     p = p * decay - moments.direction(m, amsgrad ? largest : v);
   }
 
-  // The two halves of an update. Between them a GPU looks at all moments of a thread.
-  PYCOMM_HD void move(float g, float p, float& m, float& v, float& largest) const {
-    g = coupled != 0.0f ? g + coupled * p : g;
+  // The two halves of an update of all elements of a thread. Between them a GPU looks at the moments.
+  template <std::size_t n>
+  PYCOMM_HD void move(float (&g)[n], const float (&p)[n], float (&m)[n], float (&v)[n],
+                      float (&largest)[n]) const {
+    if (coupled != 0.0f) {
+      for (std::size_t i = 0; i < n; ++i) g[i] = g[i] + coupled * p[i];
+    }
     moments.move(g, m, v);
-    if constexpr (amsgrad) largest = v > largest || v != v ? v : largest;
+    if constexpr (amsgrad) {
+      for (std::size_t i = 0; i < n; ++i) largest[i] = larger(largest[i], v[i]);
+    }
   }
   template <std::size_t n>
   PYCOMM_HD void step(float (&p)[n], const float (&m)[n], const float (&v)[n],
@@ -84,6 +102,11 @@ struct AdamW {
         p[i] = p[i] * decay - moments.direction(m[i], divisors[i]);
       }
     }
+  }
+
+ private:
+  PYCOMM_HD static float larger(float largest, float v) {
+    return v > largest || v != v ? v : largest;
   }
 };
 

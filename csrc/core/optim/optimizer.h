@@ -73,6 +73,15 @@ struct Average {
   PYCOMM_HD float operator()(float old, float value) const {
     return (from_new != 0.0f ? value : old) + factor * (value - old);
   }
+  // The same for all elements of a thread, which choose once.
+  template <std::size_t n>
+  PYCOMM_HD void operator()(float (&old)[n], const float (&value)[n]) const {
+    if (from_new != 0.0f) {
+      for (std::size_t i = 0; i < n; ++i) old[i] = value[i] + factor * (value[i] - old[i]);
+    } else {
+      for (std::size_t i = 0; i < n; ++i) old[i] = old[i] + factor * (value[i] - old[i]);
+    }
+  }
 };
 
 }  // namespace pycomm

@@ -24,9 +24,8 @@ PYCOMM_HD std::uint32_t rounding_bits(Role role, std::uint32_t bits) {
 // fp32 -> bf16. Uses the high 16 of the random bits. Infinities and NaN do not change.
 PYCOMM_HD std::uint16_t float_to_bfloat16(float value, std::uint32_t random) {
   const std::uint32_t bits = bit_cast<std::uint32_t>(value);
-  const std::uint32_t rounded =
-      (bits + (random >> 16)) >> 16;  // infinities have no low bits to carry
-  return static_cast<std::uint16_t>(value == value ? rounded : 0x7fc0u);
+  const std::uint32_t rounded = bits + (random >> 16);  // infinities have no low bits to carry
+  return high_half(value == value ? rounded : 0x7fc00000u);
 }
 
 // fp32 -> fp16. Uses the high 13 of the random bits: fp32 has 13 more than fp16. A finite value stays

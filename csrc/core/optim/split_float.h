@@ -23,14 +23,14 @@ struct SplitFloat {
 
 PYCOMM_HD SplitFloat split(float value) {
   const std::uint32_t bits = bit_cast<std::uint32_t>(store<float>(value));
-  return {static_cast<std::uint16_t>((bits + 0x8000u) >> 16), static_cast<std::uint16_t>(bits)};
+  return {high_half(bits + 0x8000u), static_cast<std::uint16_t>(bits)};
 }
 
 PYCOMM_HD float join(std::uint16_t hi, std::uint16_t lo) {
   const std::int32_t below = static_cast<std::int16_t>(lo);  // negative if split() rounded up
-  const std::uint32_t high = static_cast<std::uint32_t>(hi) << 16;
-  const std::uint32_t bits = high + static_cast<std::uint32_t>(below);
-  return bit_cast<float>((bits & 0x7fffffffu) > 0x7f800000u ? high : bits);
+  const std::uint32_t high = in_high_half(hi);
+  const float sum = bit_cast<float>(high + static_cast<std::uint32_t>(below));
+  return sum == sum ? sum : bit_cast<float>(high);
 }
 
 }  // namespace pycomm

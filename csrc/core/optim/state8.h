@@ -79,8 +79,8 @@ PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse) {
 }
 
 // The fraction of the largest value that q stands for.
-PYCOMM_HD float share_of(std::int32_t q) {
-  const float root = static_cast<float>(q) * (1.0f / 255.0f);
+PYCOMM_HD float share_of(float q) {
+  const float root = q * (1.0f / 255.0f);
   return (root * root) * (root * root);
 }
 
@@ -90,13 +90,14 @@ PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse, std::uint32_t
   const float fourth_root = moderate_root(moderate_root(at_least_tiny(share)));
   const auto root = static_cast<std::int32_t>(fourth_root * 255.0f);
   const std::int32_t below = root < 254 ? root : 254;
-  const float nearest = share_of(below);
-  const std::int32_t q = below + rounds_up(share - nearest, share_of(below + 1) - nearest, random);
+  const auto lower = static_cast<float>(below);
+  const float nearest = share_of(lower), unit = share_of(lower + 1.0f) - nearest;
+  const std::int32_t q = below + rounds_up(share - nearest, unit, random);
   return static_cast<std::uint8_t>(value > 0.0f && q < 1 ? 1 : q);
 }
 
 PYCOMM_HD float decode_unsigned(std::uint8_t code, float largest) {
-  return share_of(code) * largest;
+  return share_of(static_cast<float>(code)) * largest;
 }
 
 }  // namespace pycomm

@@ -108,7 +108,7 @@ class RunKeys {
 
 // True if an update has two halves, move() and step().
 template <class Element>
-inline constexpr bool kInHalves = requires { &Element::move; };
+inline constexpr bool kInHalves = requires { Element::kInHalves; };
 
 // A run of `left` elements, whose gradients lie at `grads`.
 template <class Weights, class State, class Element>
@@ -118,26 +118,30 @@ __device__ void update_run(const SegmentCursor& cursor, const Element& element, 
   const Segment& segment = cursor.segment;
   Weights weights;
   State states[n_states > 0 ? n_states : 1];
-  weights.load(segment, grads, at, left);
-#pragma unroll
-  for (int s = 0; s < n_states; ++s) states[s].load(segment, s, at, left);
+  // Before the loads: if a branch lies between a load and its use, halves and bytes are unpacked there.
   Dice dice;
   constexpr bool states_at_random = n_states > 0 && State::kRandom;
   if (states_at_random || (Weights::kRandom && cursor.weights_at_random)) dice = keys(cursor, at);
-  float weight[kEight], value[kMostStates][kEight] = {};
+  weights.load(segment, grads, at, left);
+#pragma unroll
+  for (int s = 0; s < n_states; ++s) states[s].load(segment, s, at, left);
+  float weight[kEight], grad[kEight], value[kMostStates][kEight] = {};
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
     weight[i] = weights.weight(i);
 #pragma unroll
     for (int s = 0; s < n_states; ++s) value[s][i] = states[s].value(s, i);
-    const float g = weights.gradient(i) * cursor.scale;
-    if constexpr (kInHalves<Element>) {
-      element.move(g, weight[i], value[0][i], value[1][i], value[2][i]);
-    } else {
-      element(g, weight[i], value[0][i], value[1][i], value[2][i]);
+    grad[i] = weights.gradient(i) * cursor.scale;
+  }
+  if constexpr (kInHalves<Element>) {
+    element.move(grad, weight, value[0], value[1], value[2]);
+    element.step(weight, value[0], value[1], value[2]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      element(grad[i], weight[i], value[0][i], value[1][i], value[2][i]);
     }
   }
-  if constexpr (kInHalves<Element>) element.step(weight, value[0], value[1], value[2]);
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
     weights.set(i, weight[i], dice);
