@@ -149,51 +149,34 @@ def _meet(
     def introduce() -> dict[str, Any]:
         nccl = transport == "auto" and has_nccl(process_group)
         given = staging_bytes, cuda_heap_bytes, transport, nccl, algorithms
-        return {**rendezvous.introduction(*given), **_surroundings()}
+        return {**rendezvous.introduction(*given), "surroundings": _surroundings()}
 
     with _joining[prefix]:
         members = rendezvous.join(store, rank, size, timeout, introduce, listens=True)
         options = _Options(process_group, rank, members.everyone[rank], timeout, max_blocks)
         made = _complete(members, range(size), options)
-        _look_around(made, members.everyone)
-        return made
+    found = [member["surroundings"] for member in members.everyone]
+    if found[0]["asks"] or any(each != found[0] for each in found):
+        from pycomm._runtime import diagnosis
+
+        diagnosis.look_around(made, members.pids, found)
+    return made
 
 
 def _surroundings() -> dict[str, Any]:
     """What slows all ranks down, or changes their results, if it differs on one of them."""
+    asks = os.environ.get("PYCOMM_DIAGNOSE", "0")
+    check_choice("PYCOMM_DIAGNOSE", asks, {"0": 0, "1": 1})
     return {
-        "diagnoses": _diagnoses(),
+        "asks": asks == "1",  # for a diagnosis
         "host": platform.node(),
-        "surroundings": {
-            "torch": torch.__version__,
-            "Python": platform.python_version(),
-            "Linux": platform.release(),
-            "vectors": torch.backends.cpu.get_cpu_capability(),
-            "cores": len(os.sched_getaffinity(0)),
-            "threads": torch.get_num_threads(),
-        },
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "Linux": platform.release(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
     }
-
-
-def _diagnoses() -> bool:
-    """True if this rank asks all to measure the links between nodes, and to print a table."""
-    asked = os.environ.get("PYCOMM_DIAGNOSE", "0")
-    if asked not in ("0", "1"):
-        raise ValueError(f"PYCOMM_DIAGNOSE must be 0 or 1, got {asked!r}")
-    return asked == "1"
-
-
-def _look_around(made: Group, everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Logs in what ranks differ, and runs the diagnosis if a rank asks for it."""
-    first = everyone[0]["surroundings"]
-    if any(member["surroundings"] != first for member in everyone):
-        from pycomm._runtime import diagnosis
-
-        diagnosis.compare(made, everyone)
-    if any(member["diagnoses"] for member in everyone):
-        from pycomm._runtime import diagnosis
-
-        diagnosis.diagnose(made, everyone)
 
 
 def has_nccl(group: dist.ProcessGroup) -> bool:

@@ -31,22 +31,23 @@ _SECONDS = 0.2  # for all rounds, as far as _PROBE_BYTES allow
 _SLOW = 0.5  # of the median rate
 _LABEL = "diagnosis"
 _TAG = -(1 << 31)  # of the library's messages (pycomm/p2p.py)
+_OWN = {"asks", "host"}  # facts that may differ
 _COSTS = {
     "threads": "the rank with the fewest computes longest (OMP_NUM_THREADS)",
     "vectors": "results of torch's own operations may differ between these ranks",
 }
 
 
-def differences(everyone: Sequence[Mapping[str, Any]]) -> dict[str, dict[Any, list[int]]]:
+def differences(surroundings: Sequence[Mapping[str, Any]]) -> dict[str, dict[Any, list[int]]]:
     """The facts in which ranks differ: for each value the ranks that have it."""
     found = {}
-    for fact in everyone[0]["surroundings"]:
+    for fact in surroundings[0].keys() - _OWN:
         ranks = defaultdict(list)
-        for rank, member in enumerate(everyone):
-            ranks[member["surroundings"][fact]].append(rank)
+        for rank, mine in enumerate(surroundings):
+            ranks[mine[fact]].append(rank)
         if len(ranks) > 1:
             found[fact] = dict(ranks)
-    return found
+    return {fact: found[fact] for fact in surroundings[0] if fact in found}
 
 
 def in_words(fact: str, ranks: Mapping[Any, Sequence[int]]) -> str:
@@ -63,18 +64,21 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{' ...' if len(ranks) > 8 else ''}"
 
 
-def compare(group: Member, everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Logs on rank 0 in what the ranks differ."""
+def look_around(
+    group: Member, pids: Sequence[int], surroundings: Sequence[Mapping[str, Any]]
+) -> None:
+    """Logs on rank 0 in what the ranks differ.
+
+    If a rank asks for it, also measures the links between nodes, and prints a table on rank 0; then
+    it is a collective call.
+    """
     if group.rank == 0:
-        for fact, ranks in differences(everyone).items():
+        for fact, ranks in differences(surroundings).items():
             log.fallback(group, "%s", in_words(fact, ranks))
-
-
-def diagnose(group: Member, everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Measures the links between nodes, and prints a table on rank 0; a collective call."""
-    rates = measure_links(group) if len(group.nodes) > 1 else {}
-    if group.rank == 0:
-        sys.stderr.write(table(group.nodes, everyone, rates))
+    if any(mine["asks"] for mine in surroundings):
+        rates = measure_links(group) if len(group.nodes) > 1 else {}
+        if group.rank == 0:
+            sys.stderr.write(table(group.nodes, pids, surroundings, rates))
 
 
 def measure_links(group: Member) -> dict[Link, float]:
@@ -139,20 +143,21 @@ def slow_links(rates: Mapping[Link, float]) -> dict[Link, float]:
 
 def table(
     nodes: Sequence[Sequence[int]],
-    everyone: Sequence[Mapping[str, Any]],
+    pids: Sequence[int],
+    surroundings: Sequence[Mapping[str, Any]],
     rates: Mapping[Link, float],
 ) -> str:
-    """What :func:`diagnose` prints: a row per rank, what differs, and the links."""
+    """A row per rank, what differs, and the links."""
     node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
-    rows = [["rank", "node", "host", "process", *everyone[0]["surroundings"]]]
-    for rank, member in enumerate(everyone):
-        cells = rank, node_of[rank], member["host"], member["pid"]
-        rows.append([str(cell) for cell in (*cells, *member["surroundings"].values())])
+    facts = [fact for fact in surroundings[0] if fact != "asks"]
+    rows = [["rank", "node", "process", *facts]]
+    for rank, (pid, mine) in enumerate(zip(pids, surroundings, strict=True)):
+        rows.append(list(map(str, (rank, node_of[rank], pid, *map(mine.get, facts)))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += [in_words(*found) for found in differences(everyone).items()]
+    lines += [in_words(*found) for found in differences(surroundings).items()]
     lines += _links_in_words(nodes, rates) if rates else []
-    return "\n".join([f"pycomm: {len(everyone)} ranks on {len(nodes)} nodes", *lines, ""])
+    return "\n".join([f"pycomm: {len(pids)} ranks on {len(nodes)} nodes", *lines, ""])
 
 
 def _links_in_words(nodes: Sequence[Sequence[int]], rates: Mapping[Link, float]) -> Iterator[str]:

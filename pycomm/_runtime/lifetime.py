@@ -69,9 +69,6 @@ class Member(Protocol):
     stripes: int
     ranks: tuple[int, ...]
     _core: _C.Group
-    _pids: list[int]
-    _link: _C.Transport | None
-    _port: _C.Port | None
     _algorithms: Sequence[dict[str, Any]]
     _told: set[str]
 

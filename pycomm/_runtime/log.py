@@ -131,11 +131,8 @@ def group_made(group: Member, cores: int, between: str) -> None:
         for other, link in sorted(links_of(group, "cpu").items()):
             _group.debug("rank %d: rank %d, %s", group.rank, other, link)
     if [rank for ranks in nodes for rank in ranks] != list(range(group.size)):
-        fallback(
-            group,
-            "the ranks of nodes alternate: reduce-scatter and all-gather copy blocks into the "
-            "order of nodes. Give the ranks of a node consecutive numbers",
-        )
+        told = "collectives sort blocks by nodes. Give the ranks of a node consecutive numbers"
+        fallback(group, f"the ranks of nodes alternate: {told}")
     if group.stripes and any(len(ranks) != group.stripes for ranks in nodes):
         used = group.stripes
         fallback(group, "nodes differ in size: %d ranks of each exchange with other nodes", used)

@@ -12,14 +12,11 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pycomm import _C
-
-if TYPE_CHECKING:
-    from pycomm._runtime.lifetime import Member
 
 # Memory of a node.
 
@@ -170,7 +167,7 @@ _HOW = {"peer memory": "CUDA IPC", "threads": "peer access"}
 
 
 def links_of(
-    group: Member,
+    group: Any,
     device: str,
     transport: str = "not connected yet",
     devices: Sequence[int] = (),
@@ -204,7 +201,7 @@ def _memory_links(pids: Sequence[int], index: int) -> list[str]:
     return [memory_link(places[index], theirs) for theirs in places]
 
 
-def _between_nodes(group: Member, index: int, over_nccl: bool) -> dict[int, str]:
+def _between_nodes(group: Any, index: int, over_nccl: bool) -> dict[int, str]:
     """The links to the ranks that carry this rank's stripe on other nodes."""
     ranks = [node[index] for node in group.nodes] if index < group.stripes else []
     if over_nccl:

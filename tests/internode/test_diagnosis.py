@@ -17,12 +17,12 @@ from pycomm._runtime import diagnosis
 
 
 def member(**facts):
-    found = {"torch": "2.13.0", "cores": 8, "threads": 4} | facts
-    return {"host": "somewhere", "pid": 7, "surroundings": found}
+    usual = {"asks": True, "host": "somewhere", "torch": "2.13.0", "cores": 8, "threads": 4}
+    return usual | facts
 
 
 def test_the_ranks_that_differ_are_named():
-    everyone = [member(), member(threads=1), member(), member(threads=2, torch="2.12.0")]
+    everyone = [member(), member(threads=1), member(host="b"), member(threads=2, torch="2.12.0")]
     found = diagnosis.differences(everyone)
     assert found == {
         "torch": {"2.13.0": [0, 1, 2], "2.12.0": [3]},
@@ -46,7 +46,7 @@ def test_of_many_ranks_the_first_are_named():
 def test_links_below_half_of_the_median_are_slow():
     rates = {(0, 1): 100e6, (1, 0): 110e6, (0, 2): 49e6, (2, 0): 51e6, (1, 2): 104e6, (2, 1): 9e6}
     assert list(diagnosis.slow_links(rates)) == [(2, 1)]  # the median is 75.5
-    told = diagnosis.table([[0, 1], [2], [3]], [member()] * 4, rates)
+    told = diagnosis.table([[0, 1], [2], [3]], [7] * 4, [member()] * 4, rates)
     assert "6 links between nodes: 9.0 to 110.0 MB/s, median 75.5" in told
     assert told.endswith("slow link: node 2 (rank 3) to node 1 (rank 2), 9.0 MB/s\n")
 
@@ -83,7 +83,7 @@ def test_a_rank_asks_for_the_table(nodes):
     table, logged = results[0]
     lines = table.splitlines()
     assert lines[0] == f"pycomm: {size} ranks on {len(set(nodes))} nodes"
-    assert lines[1].split()[:5] == ["rank", "node", "host", "process", "torch"]
+    assert lines[1].split()[:5] == ["rank", "node", "process", "host", "torch"]
     rows = [line.split() for line in lines[2 : 2 + size]]
     assert [int(row[0]) for row in rows] == list(range(size))
     assert ["abc"[int(row[1])] for row in rows] == list(nodes)
@@ -108,4 +108,4 @@ def asks_in_vain(rank, size, store):
 def test_only_0_and_1_are_values():
     with helpers.Ranks(1, asks_in_vain) as ranks:
         (outcome,) = ranks.join()
-    assert str(outcome.error) == "PYCOMM_DIAGNOSE must be 0 or 1, got 'yes'"
+    assert str(outcome.error) == "PYCOMM_DIAGNOSE must be one of 0, 1, got 'yes'"
