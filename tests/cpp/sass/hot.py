@@ -22,6 +22,7 @@ class HotLoop:
         launched: blocks per multiprocessor that the host launches; 0 if as many as fit.
         least: accesses of fewer bytes are not data.
         work: an opcode that the loop runs, and how often per pass: no shortcut leaves it out.
+        function: a part of the mangled name of the function that has the loop; "" if any may.
     """
 
     name: str
@@ -34,6 +35,7 @@ class HotLoop:
     launched: int = 0
     least: int = 4
     work: tuple[str, int] = ("", 0)
+    function: str = ""
 
     @property
     def wanted(self) -> Wanted:
@@ -47,6 +49,8 @@ NORM = ("optim/grad_norm.cu", "grad_norm_kernel")
 WIRE = "codecs/wire.cu"
 
 TWO_SHOT = ("algorithms/two_shot.cu", "TwoShotEfNS0_5KnownILNS_8ReduceOpE0EEEE")
+CODED = ("algorithms/coded_two_shot.cu", "TwoShotEfNS_10CodecTable")
+ENCODE, DECODE = "encode_allIfNS_12Int8", "decode_allIfNS_12Int8"
 
 HOT_LOOPS = (
     HotLoop("adamw_fp32", *ADAMW, 8, 16, 12, launched=2),
@@ -56,7 +60,7 @@ HOT_LOOPS = (
     HotLoop("grad_norm_fp32", *NORM, 32, 4, 0, launched=3, work=("DFMA", 32)),
     HotLoop("grad_norm_bf16", *NORM, 64, 2, 0, launched=3, work=("DFMA", 64)),
     HotLoop("int8_encode", WIRE, "encode_kernelIfE", 8, 4, 1, slack=8, work=("SHFL", 1)),
-    HotLoop("int8_decode", WIRE, "decode_kernelIfLb0E", 8, 1, 4, slack=4, work=("I2F", 8)),
+    HotLoop("int8_decode", WIRE, "decode_kernelIfLb0E", 32, 1, 4, slack=96, work=("I2F", 32)),
     HotLoop("int8_decode_add", WIRE, "decode_kernelIfLb1E", 8, 5, 4, slack=4, work=("I2F", 8)),
     HotLoop(
         "topk_collect",
@@ -68,6 +72,9 @@ HOT_LOOPS = (
         launched=2,
         work=("SHFL", 6),
     ),
+    HotLoop("int8_stage", *CODED, 32, 4, 1, slack=80, work=("REDUX", 4), function=ENCODE),
+    HotLoop("int8_reduce_2_ranks", *CODED, 32, 2, 5, slack=128, work=("I2F", 96), function=ENCODE),
+    HotLoop("int8_gather", *CODED, 32, 1, 4, slack=48, work=("I2F", 32), function=DECODE),
     HotLoop("copy", *TWO_SHOT, 16, 4, 4),
     HotLoop("reduce_4_ranks", *TWO_SHOT, 4, 16, 4),
 )

@@ -47,8 +47,9 @@ def measure(kernel: Kernel, hot: HotLoop, architecture: str) -> Figures:
     wanted = hot.wanted
     paths = Paths(kernel.flows, wanted)
     # A loop around a call comes first: it costs something, too.
-    inside = [flow for flow in kernel.flows.values() if flow is not entry]
-    way = next(filter(None, map(paths.best, [entry, *inside])), None)
+    flows = [entry, *(flow for flow in kernel.flows.values() if flow is not entry)]
+    flows = [flow for flow in flows if hot.function in flow.function.name]
+    way = next(filter(None, map(paths.best, flows)), None)
     if way is None:
         raise ValueError(
             f"no loop takes {hot.elements} elements, loads {hot.reads:g} and stores "
