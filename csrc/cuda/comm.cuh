@@ -97,6 +97,9 @@ class BlockComm {
     return {window(r) + layout_.staging(sequence_, lane_, i), r};
   }
   __device__ std::int64_t slot_count() const { return elements(layout_.slot_bytes()); }
+  __device__ std::byte* window(int r) const { return me_.windows[r]; }
+  __device__ std::uint32_t sequence() const { return sequence_; }
+  __device__ int lane() const { return lane_; }
   // All lanes' slots together.
   __device__ std::byte* area(int r) const { return window(r) + layout_.staging(sequence_, 0, 0); }
   __device__ Location at(Location location, std::int64_t elements) const {
@@ -259,7 +262,6 @@ class BlockComm {
   // Elements that move in one access; each needs a register for its sum.
   static constexpr int kPerVector = sizeof(T) == 1 ? 8 : 16 / sizeof(T);
 
-  __device__ std::byte* window(int r) const { return me_.windows[r]; }
   __device__ LaneState& state_of(int lane) const {
     return *reinterpret_cast<LaneState*>(window(me_.rank) + layout_.state(lane));
   }

@@ -37,6 +37,11 @@ struct Chunk {
   std::int64_t output;
   std::int64_t slot;
   std::int64_t count;
+
+  // True if the other one begins where this one ends.
+  PYCOMM_HD constexpr bool is_before(const Chunk& other) const {
+    return other.input - input == count && other.slot - slot == count;
+  }
 };
 
 // All-reduce: a tile is a range of the tensor, divided evenly among the ranks.
@@ -60,24 +65,35 @@ struct EvenChunks {
 inline constexpr std::int64_t kOwnedElements = 16384;
 
 template <class Comm>
-struct CyclicChunks {
-  Comm& comm;
-  std::int64_t offset;  // first element in the whole tensor, a multiple of the codec's block
-  std::int64_t piece;   // divides kOwnedElements; a slot holds one piece per owner
+class CyclicChunks {
+ public:
+  // `offset`: the first element in the whole tensor, a multiple of the codec's block. `piece` divides
+  // kOwnedElements; a slot holds one piece per owner.
+  PYCOMM_HD CyclicChunks(Comm& comm, std::int64_t offset, std::int64_t piece)
+      : comm_(comm),
+        piece_(static_cast<std::int32_t>(piece)),
+        begin_(static_cast<std::int32_t>(-(offset % period()))) {}
 
-  PYCOMM_HD std::int64_t period() const { return comm.size() * kOwnedElements; }
   PYCOMM_HD Tiles tiles() const {
-    const std::int64_t periods = ceil_div(offset + comm.count(), period()) - offset / period();
-    return {comm.count() == 0 ? 0 : periods * (kOwnedElements / piece), 1};
+    const std::int64_t periods = ceil_div(comm_.count() - begin_, period());
+    return {comm_.count() == 0 ? 0 : periods * (kOwnedElements / piece_), 1};
   }
   PYCOMM_HD Chunk operator()(std::int64_t t, int owner) const {
-    const std::int64_t pieces = kOwnedElements / piece;
-    const std::int64_t start = (offset / period() + t / pieces) * period() +
-                               owner * kOwnedElements + t % pieces * piece - offset;
+    const std::int64_t at = t * piece_;  // in an owner's elements; only constants divide it
+    const std::int64_t start =
+        begin_ + at / kOwnedElements * period() + owner * kOwnedElements + at % kOwnedElements;
     const std::int64_t begin = start < 0 ? 0 : start;
-    const std::int64_t end = start + piece < comm.count() ? start + piece : comm.count();
-    return {begin, begin, owner * piece, end > begin ? end - begin : 0};
+    const std::int64_t end = start + piece_ < comm_.count() ? start + piece_ : comm_.count();
+    return {begin, begin, std::int64_t{owner} * piece_, end > begin ? end - begin : 0};
   }
+
+ private:
+  PYCOMM_HD std::int64_t period() const { return comm_.size() * kOwnedElements; }
+
+  Comm& comm_;
+  // In few registers.
+  const std::int32_t piece_;
+  const std::int32_t begin_;  // of the first period, not after the tensor's first element
 };
 
 // Reduce-scatter: the input holds a block per rank; a tile is the same range of every block.
@@ -125,7 +141,15 @@ template <Executor Comm, class Chunks>
 PYCOMM_HD void stage_for_owners(Comm& comm, const Chunks& chunks, std::int64_t t) {
   for (int owner = 0; owner < comm.size(); ++owner) {
     if (owner == comm.rank() && !Comm::kCoded) continue;
-    const Chunk chunk = chunks(t, owner);
+    Chunk chunk = chunks(t, owner);
+    if constexpr (Comm::kCoded) {  // one pass takes all chunks that follow one another
+      for (int next = owner + 1; next < comm.size(); ++next) {
+        const Chunk other = chunks(t, next);
+        if (!chunk.is_before(other)) break;
+        chunk.count += other.count;
+        owner = next;
+      }
+    }
     comm.copy(slot_of(comm, comm.rank(), t, chunk), input_at(comm, chunk.input), chunk.count);
   }
   comm.signal(kStaged);

@@ -130,7 +130,9 @@ class CyclicOwners {
 
   // `operation` is the one on this link; `tile_ranges` are the tiles of its tensor.
   CyclicOwners(Link& link, const Operation& operation, const TileRanges& tile_ranges)
-      : tile_ranges_(tile_ranges), chunks_{link, first_element(operation), kOwnedElements} {}
+      : tile_ranges_(tile_ranges),
+        chunks_(link, first_element(operation), kOwnedElements),
+        first_period_(first_element(operation) / (link.size() * kOwnedElements)) {}
 
   std::int64_t tiles() const { return tile_ranges_.tiles(); }
   std::int64_t elements() const { return tile_ranges_.periods_per_tile * kOwnedElements; }
@@ -141,7 +143,7 @@ class CyclicOwners {
         std::min(first + tile_ranges_.periods_per_tile, tile_ranges_.periods());
     // A period of the whole tensor holds one period of each stripe. If the tensor begins after this
     // stripe's part of a period, the stripe begins with the next one.
-    const std::int64_t before = tile_ranges_.first_period() - chunks_.offset / chunks_.period();
+    const std::int64_t before = tile_ranges_.first_period() - first_period_;
     std::int64_t elements = 0;
     for (std::int64_t period = first; period < end; ++period) {
       const Chunk chunk = chunks_(before + period, owner);
@@ -154,6 +156,7 @@ class CyclicOwners {
  private:
   TileRanges tile_ranges_;
   CyclicChunks<Link> chunks_;
+  std::int64_t first_period_;  // of the chunks, in the whole tensor
 };
 
 // Each node owns a range, whose result is the output of its rank.

@@ -21,11 +21,28 @@ struct PartRow : RankLaunch {
   std::int64_t lists;  // top-k: where its lists begin in a rank's staging
 };
 
+// The layout of a lane's staging area, and where it begins in every window: WindowLayout divides to find
+// that.
+struct LaneStaging : CodedStaging {
+  std::int64_t first, parity, lane;
+
+  LaneStaging() = default;
+  LaneStaging(const WindowLayout& layout, const Codec& codec)
+      : CodedStaging(in(layout.slot_bytes() * kStagingSlots, codec)),
+        first(layout.staging(0, 0, 0)),
+        parity(layout.staging(1, 0, 0) - first),
+        lane(layout.staging(0, 1, 0) - first) {}
+
+  PYCOMM_HD constexpr std::int64_t begin(std::uint32_t sequence, int of_lane) const {
+    return first + (sequence & 1u) * parity + of_lane * lane;
+  }
+};
+
 struct CodedLaunch : Launch {
   PartRow* rows[kMaxLocalRanks];  // device memory
   int parts;
-  int blocks;            // of a rank, in kernels that do not meet other ranks
-  CodedStaging staging;  // of a lane; here it costs a kernel no registers
+  int blocks;           // of a rank, in kernels that do not meet other ranks
+  LaneStaging staging;  // here it costs a kernel no registers
 };
 
 // Which work a block has: every `stride`-th piece of a part, from `first` on.

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cuda/codecs/bucket.cuh"
-#include "cuda/codecs/loops.cuh"
+#include "cuda/codecs/runs.cuh"
 #include "cuda/comm.cuh"
 
 namespace pycomm::cuda {
@@ -25,7 +25,7 @@ class CodedComm {
  public:
   static constexpr bool kCoded = true;
 
-  __device__ CodedComm(BlockComm<T>& comm, const PartRow& row, const CodedStaging& staging)
+  __device__ CodedComm(BlockComm<T>& comm, const PartRow& row, const LaneStaging& staging)
       : comm_(comm), row_(row), staging_(staging) {
     comm_.set_preflight(preflight_of(row));
   }
@@ -50,7 +50,8 @@ class CodedComm {
   __device__ Location input(int) const { return comm_.input(); }
   __device__ Location output(int) const { return comm_.output(); }
   __device__ Location slot(int r, std::int64_t i) const {
-    return {comm_.slot(r, 0).data, r, i * staging_.slot};
+    std::byte* const slots = comm_.window(r) + staging_.begin(comm_.sequence(), comm_.lane());
+    return {slots, r, i * staging_.slot};
   }
   __device__ std::int64_t slot_count() const { return staging_.slot; }
   __device__ Location at(Location location, std::int64_t elements) const {
@@ -175,7 +176,7 @@ class CodedComm {
 
   BlockComm<T>& comm_;
   const PartRow& row_;
-  const CodedStaging& staging_;
+  const LaneStaging& staging_;
   Preflight preflight_;     // of all ranks
   bool nonfinite_ = false;  // of this thread's elements
 };

@@ -248,12 +248,14 @@ __device__ void store_feedback(const Pass& pass, std::int64_t start, int n, bool
   store_octet(pass.residual + start, kept, n);
 }
 
-// Not inlined, nor is decode_blocks: an algorithm calls them from many places.
+// From element `begin` of a pass on, which begins a block. Returns, to each thread, whether one of its
+// elements is not finite.
 template <class T, class Codec>
-__device__ __noinline__ bool encode_blocks(const Pass& pass, bool own, bool stochastic, int shift) {
+__device__ bool encode_blocks(const Pass& pass, std::int64_t begin, bool own, bool stochastic,
+                              int shift) {
   using Payload = typename Codec::Payload;
   bool finite = true;
-  for (std::int64_t stride = 0; stride < pass.n; stride += kBlockElements) {
+  for (std::int64_t stride = begin; stride < pass.n; stride += kBlockElements) {
     const std::int64_t start = stride + threadIdx.x * kOctet;
     const int n = octet_count(pass.n - start);
     float v[kOctet] = {};
@@ -272,6 +274,7 @@ __device__ __noinline__ bool encode_blocks(const Pass& pass, bool own, bool stoc
     float scale = 1.0f;
     const auto first = [&] { return pass.first + stride; };
     finite &= encode_octet<Codec>(v, stochastic, shift, pass.random, first, made, scale);
+    __syncwarp();  // all lanes have read the scales that may have been there
     if (n == 0) continue;
     store_encoded<Codec>(pass.to, start, n, shift, made, scale);
     float values[kOctet];
@@ -283,11 +286,12 @@ __device__ __noinline__ bool encode_blocks(const Pass& pass, bool own, bool stoc
   return !finite;
 }
 
-// output[i] = decoded, or += decoded.
+// output[i] = decoded, or += decoded, from element `begin` on.
 template <class T, class Codec, bool add>
-__device__ __noinline__ bool decode_blocks(Encoded from, T* output, std::int64_t count, int shift) {
+__device__ bool decode_blocks(const Encoded& from, T* output, std::int64_t begin,
+                              std::int64_t count, int shift) {
   bool finite = true;
-  for (std::int64_t start = threadIdx.x * kOctet; start < count; start += kBlockElements) {
+  for (std::int64_t start = begin + threadIdx.x * kOctet; start < count; start += kBlockElements) {
     const int n = octet_count(count - start);
     const auto octet = load_octet(payload_at<Codec>(from, start), n);
     const float scale = scale_at<Codec>(from, start, shift);
@@ -307,29 +311,6 @@ __device__ __noinline__ bool decode_blocks(Encoded from, T* output, std::int64_t
     store_octet(output + start, decoded, n);
   }
   return !finite;
-}
-
-// One pass by the whole block. `own`: one of the sources is the caller's contribution. Returns, to
-// each thread, whether one of its elements is not finite.
-template <class T, class Codecs = BlockCodecs>
-__device__ bool encode_pass(const Codec& codec, const Pass& pass, bool own, int shift) {
-  bool nonfinite = false;
-  Codecs::visit(codec, [&](auto type) {
-    nonfinite =
-        encode_blocks<T, typename decltype(type)::type>(pass, own, codec.stochastic != 0, shift);
-  });
-  return nonfinite;
-}
-
-// Decodes; returns, to each thread, whether one of its elements is not finite.
-template <class T, class Codecs = BlockCodecs>
-__device__ bool decode_pass(const Codec& codec, Encoded from, T* output, std::int64_t n,
-                            int shift) {
-  bool nonfinite = false;
-  Codecs::visit(codec, [&](auto type) {
-    nonfinite = decode_blocks<T, typename decltype(type)::type, false>(from, output, n, shift);
-  });
-  return nonfinite;
 }
 
 }  // namespace pycomm::cuda

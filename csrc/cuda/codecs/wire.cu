@@ -62,28 +62,44 @@ __global__ void __launch_bounds__(kThreads, 3) encode_kernel(const __grid_consta
                      [&](auto type) { encode_strides<T, typename decltype(type)::type>(job); });
 }
 
+// A block takes a run per warp at a time; they lie in one tile.
+constexpr std::int64_t kDecodeStride = kThreads / 32 * kCodedRun;
+static_assert(kWireTile % kDecodeStride == 0);
+
+// Not inlined: it has fewer registers than the loop around it.
+template <class T, class Codec>
+__device__ __noinline__ void decode_add(Encoded from, T* output, std::int64_t n, int shift) {
+  decode_blocks<T, Codec, true>(from, output, 0, n, shift);
+}
+
 template <class T, class Codec, bool add>
 __device__ void decode_strides(const WireJob& job) {
   const int shift = block_shift(job.codec);
-  for (std::int64_t start = blockIdx.x * kBlockElements; start < job.n;
-       start += gridDim.x * kBlockElements) {
-    const std::int64_t n = job.n - start < kBlockElements ? job.n - start : kBlockElements;
+  for (std::int64_t start = blockIdx.x * kDecodeStride; start < job.n;
+       start += gridDim.x * kDecodeStride) {
+    const std::int64_t n = job.n - start < kDecodeStride ? job.n - start : kDecodeStride;
+    const Encoded from = wire_at<Codec>(job, start, shift);
     T* const output = reinterpret_cast<T*>(job.elements) + start;
-    decode_blocks<T, Codec, add>(wire_at<Codec>(job, start, shift), output, n, shift);
+    if constexpr (add) {
+      decode_add<T, Codec>(from, output, n, shift);
+    } else {
+      decode_all<T, Codec>(from, output, n, shift);
+    }
   }
 }
 
 template <class T, bool add>
-__global__ void __launch_bounds__(kThreads, 4) decode_kernel(const __grid_constant__ WireJob job) {
+__global__ void __launch_bounds__(kThreads, add ? 4 : 2)
+    decode_kernel(const __grid_constant__ WireJob job) {
   BlockCodecs::visit(
       job.codec, [&](auto type) { decode_strides<T, typename decltype(type)::type, add>(job); });
 }
 
+// Launches blocks that take `stride` elements at a time.
 template <auto kernel>
-void launch_wire(const WireJob& job) {
+void launch_wire(const WireJob& job, std::int64_t stride) {
   constexpr std::int64_t kMostBlocks = 1024;
-  const std::int64_t blocks =
-      std::clamp<std::int64_t>(ceil_div(job.n, kBlockElements), 1, kMostBlocks);
+  const std::int64_t blocks = std::clamp<std::int64_t>(ceil_div(job.n, stride), 1, kMostBlocks);
   launch_blocks<kernel>(blocks, job, reinterpret_cast<cudaStream_t>(job.stream));
 }
 
@@ -110,8 +126,9 @@ void encode(const WireJob& job) {
   check_aligned(job);
   const DeviceGuard guard(job.device);
   if (job.codec.kind == CodecKind::topk) return encode_topk(job);
-  visit_compressible(job.dtype,
-                     [&](auto element) { launch_wire<&encode_kernel<decltype(element)>>(job); });
+  visit_compressible(job.dtype, [&](auto element) {
+    launch_wire<&encode_kernel<decltype(element)>>(job, kBlockElements);
+  });
 }
 
 void decode(const WireJob& job, std::int64_t bytes, bool add, bool checks) {
@@ -120,9 +137,10 @@ void decode(const WireJob& job, std::int64_t bytes, bool add, bool checks) {
   const DeviceGuard guard(job.device);
   if (checks) check_header(job, bytes);
   if (job.codec.kind == CodecKind::topk) return decode_topk(job, bytes, add, checks);
-  if (add) return launch_wire<&decode_kernel<float, true>>(job);
-  visit_compressible(
-      job.dtype, [&](auto element) { launch_wire<&decode_kernel<decltype(element), false>>(job); });
+  if (add) return launch_wire<&decode_kernel<float, true>>(job, kDecodeStride);
+  visit_compressible(job.dtype, [&](auto element) {
+    launch_wire<&decode_kernel<decltype(element), false>>(job, kDecodeStride);
+  });
 }
 
 }  // namespace pycomm::cuda

@@ -13,16 +13,12 @@
 #include "core/optim/state8.h"
 #include "core/rng.h"
 #include "cuda/optim/table.h"
+#include "cuda/quads.cuh"
 
 namespace pycomm::cuda {
 
-inline constexpr int kQuad = 4, kEight = 2 * kQuad;
+inline constexpr int kEight = 2 * kQuad;
 static_assert(kRun == 32 * kEight && kRun == kStateBlock && kMixedRun % kRun == 0);
-
-template <class T>
-struct alignas(sizeof(T) * kQuad) Quad {
-  T element[kQuad];
-};
 
 template <class T>
 struct Eight {
@@ -30,8 +26,6 @@ struct Eight {
   __device__ T& operator[](int i) { return half[i / kQuad].element[i % kQuad]; }
   __device__ const T& operator[](int i) const { return half[i / kQuad].element[i % kQuad]; }
 };
-
-__device__ inline int lane() { return static_cast<int>(threadIdx.x % 32); }
 
 // The index in the run of a lane's i-th element.
 __device__ inline int offset(int i) {

@@ -46,6 +46,10 @@ add_race_mutant(coded "two-shot" finds_the_largest_too_early cuda/codecs/loops.c
   __syncthreads();" "of_warp[threadIdx.x / 32] = value;")
 add_race_mutant(coded "two-shot" writes_over_the_largest cuda/codecs/loops.cuh
   "__syncthreads();  // all threads have read the previous values" "")
+add_race_mutant(coded "two-shot" writes_over_scales_of_runs cuda/codecs/runs.cuh
+  "__syncwarp();  // all lanes have read the scales that may have been there" "")
+add_race_mutant(coded "two-shot" writes_over_scales_of_the_rest cuda/codecs/loops.cuh
+  "__syncwarp();  // all lanes have read the scales that may have been there" "")
 add_race_mutant(coded "top-k" counts_in_bins_that_are_not_empty cuda/codecs/topk_select.cu "bins[i] = 0;
   __syncthreads();" "bins[i] = 0;")
 add_race_mutant(coded "top-k" reads_indices_before_all_are_copied cuda/codecs/topk_reader.cuh

@@ -14,7 +14,7 @@ struct Buffers {
 
   cuda::Part part(const Operation& operation) {
     cuda::Part made{operation, input.data(), output.data()};
-    made.feedback.residual = residual.data();
+    if (operation.codec.feedback != 0) made.feedback.residual = residual.data();
     if (operation.codec.kind == CodecKind::topk) made.feedback.velocity = velocity.data();
     return made;
   }
@@ -64,6 +64,11 @@ Operation int8(Algorithm algorithm, std::int64_t count, std::uint32_t block, boo
   return operation;
 }
 
+Operation without_residual(Operation operation) {
+  operation.codec.feedback = 0;
+  return operation;
+}
+
 Operation top(std::int64_t count, std::int64_t k, DType values) {
   Operation operation = coded(Algorithm::two_shot, count);
   operation.codec.kind = CodecKind::topk;
@@ -72,12 +77,13 @@ Operation top(std::int64_t count, std::int64_t k, DType values) {
   return operation;
 }
 
-// The first tensor has more tiles than there are slots.
+// The first tensor has more tiles than there are slots. The last one has whole runs and a rest.
 void two_shot(int n) {
   const std::int64_t tiles = (kStagingSlots + 1) * n * kOwnedElements;
   run(n, {{int8(Algorithm::two_shot, tiles + 3, 256, true),
            int8(Algorithm::two_shot, 4097, 256, true)},
-          {int8(Algorithm::two_shot, 9001, 4096, false)}});
+          {int8(Algorithm::two_shot, 9001, 4096, false)},
+          {without_residual(int8(Algorithm::two_shot, tiles / 2 + 900, 256, false))}});
 }
 
 void partial_sums(int n) {
