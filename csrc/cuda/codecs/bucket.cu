@@ -119,8 +119,8 @@ std::int64_t workspace_bytes(const std::vector<Part>& parts, int ranks) {
 
 CodedLaunch prepare(const Launch& launch, const Bucket* buckets, cudaStream_t stream) {
   const std::vector<Part>& parts = buckets[0].parts;
-  CodedLaunch made{launch, {}, static_cast<int>(parts.size()), 0, {}};
-  made.staging = LaneStaging(launch.layout, parts[0].operation.codec);
+  const LaneStaging staging(launch.layout, parts[0].operation.codec);
+  CodedLaunch made{launch, {}, static_cast<int>(parts.size()), 0, staging};
   int device = 0;
   PYCOMM_CUDA_CHECK(cudaGetDevice(&device));
   bool keeps = false;

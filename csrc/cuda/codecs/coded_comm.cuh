@@ -19,8 +19,9 @@ __device__ inline Preflight preflight_of(const PartRow& row) {
   return make_preflight((found & kOverflow) != 0, row.feedback.hold_unused && (found & kUsed) == 0);
 }
 
-// `Codecs`: the table that has the operation's codec.
-template <class T, class Codecs = BlockCodecs>
+// `Codecs`: the table that has the operation's codec. `takes_runs`: passes take runs of elements
+// (runs.cuh), which need more registers.
+template <class T, class Codecs = BlockCodecs, bool takes_runs = false>
 class CodedComm {
  public:
   static constexpr bool kCoded = true;
@@ -78,8 +79,8 @@ class CodedComm {
       const Sources sources = sources_of(1, [&](int) { return from; });
       encode(sources, to, to, n, false);
     } else if (to.coded == kPlain) {
-      nonfinite_ |= decode_pass<T, Codecs>(row_.operation.codec, staging_[from],
-                                           reinterpret_cast<T*>(to.data), n, staging_.shift);
+      nonfinite_ |= decode_pass<T, Codecs, takes_runs>(
+          row_.operation.codec, staging_[from], reinterpret_cast<T*>(to.data), n, staging_.shift);
       __syncthreads();
     } else {
       move(staging_[to], staging_[from], n);
@@ -157,7 +158,8 @@ class CodedComm {
     pass.random = {feedback.seed, feedback.step,
                    last ? kResultStream : static_cast<std::uint32_t>(rank())};
     pass.first = first_element(row_.operation) + element;
-    nonfinite_ |= encode_pass<T, Codecs>(row_.operation.codec, pass, sources.own, staging_.shift);
+    nonfinite_ |=
+        encode_pass<T, Codecs, takes_runs>(row_.operation.codec, pass, sources.own, staging_.shift);
     __syncthreads();
   }
 

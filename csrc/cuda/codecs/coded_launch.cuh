@@ -7,13 +7,17 @@
 
 namespace pycomm::cuda {
 
+// Ring and tree have no registers left.
+template <class Body>
+inline constexpr bool kTakesRuns = std::is_same_v<Body, TwoShot>;
+
 template <class Body, class T, class Codecs>
 __global__ void __launch_bounds__(kThreads, 1)
     coded_kernel(const __grid_constant__ CodedLaunch launch) {
   for (int part = 0; part < launch.parts; ++part) {
     const PartRow& row = fetch(launch, static_cast<int>(blockIdx.x) / launch.lanes, part);
     BlockComm<T> comm(launch, row, kLargestBlock);
-    CodedComm<T, Codecs> coded(comm, row, launch.staging);
+    CodedComm<T, Codecs, kTakesRuns<Body>> coded(comm, row, launch.staging);
     Body::run(coded);
     coded.finish();
     comm.finish(part + 1 == launch.parts);

@@ -1,6 +1,6 @@
 // The passes of loops.cuh for most elements of a large tensor: with a scale for every 256 of them,
-// rounded to nearest, without a residual. A warp takes runs of 1024 elements, and loads a whole run
-// before it needs the first element. The bits are those of loops.cuh.
+// rounded to nearest, without a residual. A warp takes runs of several such blocks, and loads a whole
+// run before it needs the first element. The bits are those of loops.cuh.
 #pragma once
 
 #include "cuda/codecs/loops.cuh"
@@ -8,58 +8,57 @@
 
 namespace pycomm::cuda {
 
-inline constexpr int kRunShift = 8, kRunBlocks = 4;
-inline constexpr std::int64_t kCodedRun = kRunBlocks << kRunShift;
-// Of a lane: quads of a run and of a block.
-inline constexpr int kRunQuads = kCodedRun / (32 * kQuad), kBlockQuads = kRunQuads / kRunBlocks;
+inline constexpr int kRunShift = 8;
+// Of a lane: quads and elements of a block.
+inline constexpr int kBlockQuads = (1 << kRunShift) / (32 * kQuad);
+inline constexpr int kBlockOfLane = kBlockQuads * kQuad;
+// Blocks of a run: in an algorithm, which needs registers of its own, and in a kernel that only decodes.
+inline constexpr int kRunBlocks = 2, kDecodedBlocks = 4;
 
 // A lane's elements of a run: quad q begins at element (32 q + lane) * kQuad.
-template <class T>
+template <class T, int blocks = kRunBlocks>
 struct Run {
-  Quad<T> quad[kRunQuads];
+  static constexpr std::int64_t kElements = blocks << kRunShift;  // of all lanes
+  static constexpr int kQuads = blocks * kBlockQuads, kOfLane = kQuads * kQuad;
+
+  Quad<T> quad[kQuads];
   __device__ T& operator[](int i) { return quad[i / kQuad].element[i % kQuad]; }
   __device__ const T& operator[](int i) const { return quad[i / kQuad].element[i % kQuad]; }
+
+  __device__ static Run load(const T* from) {
+    Run run;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      run.quad[q] = reinterpret_cast<const Quad<T>*>(from)[q * 32 + lane()];
+    }
+    return run;
+  }
+  __device__ void store(T* to) const {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) reinterpret_cast<Quad<T>*>(to)[q * 32 + lane()] = quad[q];
+  }
 };
-inline constexpr int kRunElements = kRunQuads * kQuad, kBlockOfLane = kBlockQuads * kQuad;
-
-template <class T>
-__device__ Run<T> load_run(const T* from) {
-  Run<T> run;
-#pragma unroll
-  for (int q = 0; q < kRunQuads; ++q) {
-    run.quad[q] = reinterpret_cast<const Quad<T>*>(from)[q * 32 + lane()];
-  }
-  return run;
-}
-
-template <class T>
-__device__ void store_run(T* to, const Run<T>& run) {
-#pragma unroll
-  for (int q = 0; q < kRunQuads; ++q) {
-    reinterpret_cast<Quad<T>*>(to)[q * 32 + lane()] = run.quad[q];
-  }
-}
 
 // Calls visit(start) for this warp's runs of `n` elements.
-template <class Visit>
+template <int blocks, class Visit>
 __device__ void each_run(std::int64_t n, Visit visit) {
-  for (std::int64_t start = threadIdx.x / 32 * kCodedRun; start < n;
-       start += kThreads / 32 * kCodedRun) {
+  constexpr std::int64_t kRun = blocks << kRunShift;
+  for (std::int64_t start = threadIdx.x / 32 * kRun; start < n; start += kThreads / 32 * kRun) {
     visit(start);
   }
 }
 
 // An encoded run.
-template <class Codec>
+template <class Codec, int blocks = kRunBlocks>
 struct CodedRun {
-  Run<typename Codec::Payload> payload;
-  float scale[kRunBlocks];
+  Run<typename Codec::Payload, blocks> payload;
+  float scale[blocks];
 
   __device__ static CodedRun load(const Encoded& from, std::int64_t start) {
     CodedRun run;
-    run.payload = load_run(payload_at<Codec>(from, start));
+    run.payload = decltype(payload)::load(payload_at<Codec>(from, start));
 #pragma unroll
-    for (int b = 0; b < kRunBlocks; ++b) run.scale[b] = from.scales[(start >> kRunShift) + b];
+    for (int b = 0; b < blocks; ++b) run.scale[b] = from.scales[(start >> kRunShift) + b];
     return run;
   }
   __device__ float decoded(int i) const {
@@ -78,23 +77,23 @@ __device__ T store_number(float value) {
 }
 
 // Stores a run, decoded. Returns whether all blocks' largest elements are finite as Ts.
-template <class T, class Codec>
-__device__ bool store_decoded(const CodedRun<Codec>& run, T* to) {
+template <class T, class Codec, int blocks>
+__device__ bool store_decoded(const CodedRun<Codec, blocks>& run, T* to) {
   bool finite = true, numbers = true;
 #pragma unroll
-  for (int b = 0; b < kRunBlocks; ++b) {
+  for (int b = 0; b < blocks; ++b) {
     finite &= finite_as<T, Codec>(nullptr, 0, run.scale[b]);
     numbers &= run.scale[b] == run.scale[b];
   }
-  Run<T> decoded;
+  Run<T, blocks> decoded;
   if (numbers) {  // then so are all elements, which store() need not test
 #pragma unroll
-    for (int i = 0; i < kRunElements; ++i) decoded[i] = store_number<T>(run.decoded(i));
+    for (int i = 0; i < decoded.kOfLane; ++i) decoded[i] = store_number<T>(run.decoded(i));
   } else {
 #pragma unroll
-    for (int i = 0; i < kRunElements; ++i) decoded[i] = store<T>(run.decoded(i));
+    for (int i = 0; i < decoded.kOfLane; ++i) decoded[i] = store<T>(run.decoded(i));
   }
-  store_run(to, decoded);
+  decoded.store(to);
   return finite;
 }
 
@@ -127,10 +126,8 @@ __device__ bool encode_run(const Run<float>& v, const Encoded& to, std::int64_t 
   std::uint32_t largest[kRunBlocks];
   find_largest(v, largest);
   // A scale takes two divisions, so each lane makes that of one block.
-  const bool odd = lane() % 2 != 0, late = lane() % 4 >= 2;
-  const std::uint32_t even_block = late ? largest[2] : largest[0],
-                      odd_block = late ? largest[3] : largest[1],
-                      mine = odd ? odd_block : even_block;
+  static_assert(kRunBlocks == 2);
+  const std::uint32_t mine = lane() % 2 != 0 ? largest[1] : largest[0];
   const BlockScale scale = Codec::scale(mine);
   __syncwarp();  // all lanes have read the scales that may have been there
   if (lane() < kRunBlocks) to.scales[(start >> kRunShift) + lane()] = scale.scale;
@@ -142,7 +139,7 @@ __device__ bool encode_run(const Run<float>& v, const Encoded& to, std::int64_t 
   }
   auto* const words = reinterpret_cast<std::uint32_t*>(to.payload + start);
 #pragma unroll
-  for (int q = 0; q < kRunQuads; ++q) {
+  for (int q = 0; q < v.kQuads; ++q) {
     const int b = q / kBlockQuads;
     Quad<typename Codec::Payload>& quad = made.payload.quad[q];
 #pragma unroll
@@ -162,7 +159,7 @@ __device__ Run<float> sum_runs(const Source* sources, int count, std::int64_t st
   for (int s = 0; s < count; ++s) {
     const auto run = CodedRun<Codec>::load(sources[s].encoded, start);
 #pragma unroll
-    for (int i = 0; i < kRunElements; ++i) {
+    for (int i = 0; i < sum.kOfLane; ++i) {
       sum[i] = s == 0 ? run.decoded(i) : sum[i] + run.decoded(i);
     }
   }
@@ -177,7 +174,8 @@ __device__ std::int64_t in_runs(const Pass& pass, bool own, bool stochastic, int
                      power_of_two && is_aligned_as<Quad<T>>(pass.output) &&
                      (!own || (pass.n_from == 1 && !pass.last &&
                                is_aligned_as<Quad<T>>(pass.from[0].encoded.payload)));
-  return takes ? pass.n / kCodedRun * kCodedRun : 0;
+  constexpr std::int64_t kRun = Run<T>::kElements;
+  return takes ? pass.n / kRun * kRun : 0;
 }
 
 // encode_blocks() for `n` elements in whole runs.
@@ -186,79 +184,82 @@ __device__ bool encode_runs(const Pass& pass, bool own, std::int64_t n) {
   T* const output = static_cast<T*>(pass.output);
   const float factor = pass.last ? 1.0f / pass.divisor : 1.0f;  // exact
   bool finite = true;
-  each_run(n, [&](std::int64_t start) {
+  each_run<kRunBlocks>(n, [&](std::int64_t start) {
     Run<float> v;
     if (own) {
       const auto* const x = reinterpret_cast<const T*>(pass.from[0].encoded.payload);
-      const Run<T> run = load_run(x + start);
+      const auto run = Run<T>::load(x + start);
 #pragma unroll
-      for (int i = 0; i < kRunElements; ++i) v[i] = load(run[i]);
+      for (int i = 0; i < v.kOfLane; ++i) v[i] = load(run[i]);
     } else {
       v = sum_runs<Codec>(pass.from, pass.n_from, start);
 #pragma unroll
-      for (int i = 0; i < kRunElements; ++i) v[i] *= factor;
+      for (int i = 0; i < v.kOfLane; ++i) v[i] *= factor;
     }
     CodedRun<Codec> made;
     finite &= encode_run<Codec>(v, pass.to, start, made);
-    if (output != nullptr) finite &= store_decoded<T, Codec>(made, output + start);
+    if (output != nullptr) finite &= store_decoded<T>(made, output + start);
   });
   return !finite;
 }
 
 // decode_blocks() for `n` elements in whole runs.
-template <class T, class Codec>
+template <class T, class Codec, int blocks>
 __device__ bool decode_runs(const Encoded& from, T* output, std::int64_t n) {
   bool finite = true;
-  each_run(n, [&](std::int64_t start) {
-    finite &= store_decoded<T, Codec>(CodedRun<Codec>::load(from, start), output + start);
+  each_run<blocks>(n, [&](std::int64_t start) {
+    finite &= store_decoded<T>(CodedRun<Codec, blocks>::load(from, start), output + start);
   });
   return !finite;
 }
 
-// A pass over all elements: first whole runs, then what is left. Not inlined, nor is decode_all(): an
-// algorithm calls them from many places.
-template <class T, class Codec>
+// A pass over all elements: first whole runs if it `takes_runs`, then what is left. Not inlined, nor is
+// decode_all(): an algorithm calls them from many places.
+template <class T, class Codec, bool takes_runs>
 __device__ __noinline__ bool encode_all(const Pass& pass, bool own, bool stochastic, int shift) {
   std::int64_t done = 0;
   bool nonfinite = false;
-  if constexpr (Codec::kScaled) {
+  if constexpr (takes_runs && Codec::kScaled) {
     done = in_runs<T>(pass, own, stochastic, shift);
     nonfinite = encode_runs<T, Codec>(pass, own, done);
   }
   return encode_blocks<T, Codec>(pass, done, own, stochastic, shift) || nonfinite;
 }
 
-template <class T, class Codec>
+// `blocks`: of a run; 0 if there are none.
+template <class T, class Codec, int blocks>
 __device__ __noinline__ bool decode_all(Encoded from, T* output, std::int64_t n, int shift) {
   std::int64_t done = 0;
   bool nonfinite = false;
-  if constexpr (Codec::kScaled) {
+  if constexpr (blocks != 0 && Codec::kScaled) {
+    constexpr std::int64_t kRun = Run<T, blocks>::kElements;
     const bool takes = shift == kRunShift && is_aligned_as<Quad<T>>(output);
-    done = takes ? n / kCodedRun * kCodedRun : 0;
-    nonfinite = decode_runs<T, Codec>(from, output, done);
+    done = takes ? n / kRun * kRun : 0;
+    nonfinite = decode_runs<T, Codec, blocks>(from, output, done);
   }
   return decode_blocks<T, Codec, false>(from, output, done, n, shift) || nonfinite;
 }
 
 // One pass by the whole block. `own`: one of the sources is the caller's contribution. Returns, to
 // each thread, whether one of its elements is not finite.
-template <class T, class Codecs = BlockCodecs>
+template <class T, class Codecs, bool takes_runs>
 __device__ bool encode_pass(const Codec& codec, const Pass& pass, bool own, int shift) {
   bool nonfinite = false;
   Codecs::visit(codec, [&](auto type) {
-    nonfinite =
-        encode_all<T, typename decltype(type)::type>(pass, own, codec.stochastic != 0, shift);
+    nonfinite = encode_all<T, typename decltype(type)::type, takes_runs>(
+        pass, own, codec.stochastic != 0, shift);
   });
   return nonfinite;
 }
 
 // Decodes; returns, to each thread, whether one of its elements is not finite.
-template <class T, class Codecs = BlockCodecs>
+template <class T, class Codecs, bool takes_runs>
 __device__ bool decode_pass(const Codec& codec, Encoded from, T* output, std::int64_t n,
                             int shift) {
   bool nonfinite = false;
   Codecs::visit(codec, [&](auto type) {
-    nonfinite = decode_all<T, typename decltype(type)::type>(from, output, n, shift);
+    constexpr int kBlocks = takes_runs ? kRunBlocks : 0;
+    nonfinite = decode_all<T, typename decltype(type)::type, kBlocks>(from, output, n, shift);
   });
   return nonfinite;
 }

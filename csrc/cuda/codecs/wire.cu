@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 3) encode_kernel(const __grid_consta
 }
 
 // A block takes a run per warp at a time; they lie in one tile.
-constexpr std::int64_t kDecodeStride = kThreads / 32 * kCodedRun;
+constexpr std::int64_t kDecodeStride = kThreads / 32 * (kDecodedBlocks << kRunShift);
 static_assert(kWireTile % kDecodeStride == 0);
 
 // Not inlined: it has fewer registers than the loop around it.
@@ -83,7 +83,7 @@ __device__ void decode_strides(const WireJob& job) {
     if constexpr (add) {
       decode_add<T, Codec>(from, output, n, shift);
     } else {
-      decode_all<T, Codec>(from, output, n, shift);
+      decode_all<T, Codec, kDecodedBlocks>(from, output, n, shift);
     }
   }
 }
