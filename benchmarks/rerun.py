@@ -62,8 +62,9 @@ def into(words: Sequence[str], output: Path) -> list[str]:
     ]
 
 
-def measure(folder: Path, runs: int, wanted: Sequence[str]) -> None:
-    """Runs the commands whose results are not there yet."""
+def measure(folder: Path, runs: int, wanted: Sequence[str]) -> set[str]:
+    """Runs the commands whose results are not there yet; returns the names of those that failed."""
+    failed = set()
     for run in range(1, runs + 1):
         (folder / str(run)).mkdir(parents=True, exist_ok=True)
         for name, words in commands().items():
@@ -75,9 +76,11 @@ def measure(folder: Path, runs: int, wanted: Sequence[str]) -> None:
             command = [sys.executable, *into(words, started)]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             if done.returncode != 0:
+                failed.add(name)
                 print(f"{name} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}", flush=True)
             else:
                 started.replace(output)
+    return failed
 
 
 def combined(files: Sequence[dict[str, Any]], commit: str) -> tuple[dict[str, Any], list[Row]]:
@@ -147,7 +150,7 @@ def main() -> None:
     commit = commit_of(folder)
     if os.geteuid() != 0:
         print("not root: benchmarks between nodes will fail")
-    measure(folder, options.runs, wanted)
+    failed = measure(folder, options.runs, wanted)
     for name, words in commands().items():
         found = [folder / str(run) / name for run in range(1, options.runs + 1)]
         files = [json.loads(file.read_text()) for file in found if file.exists()]
@@ -157,6 +160,8 @@ def main() -> None:
             write_json(str(folder / name), facts, rows)
             for line in doubtful(rows):
                 print(f"{name}: {line}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(sorted(failed))}")
 
 
 if __name__ == "__main__":

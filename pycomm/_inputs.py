@@ -49,14 +49,6 @@ def check_choice(argument: str, value: str, choices: dict[str, int]) -> int:
     return choices[value]
 
 
-def check_over_nccl(algorithm: str) -> None:
-    """Raises ValueError for an algorithm that does not run between nodes over NCCL."""
-    if algorithm not in ("auto", "two_shot"):
-        raise ValueError(
-            f"algorithm must be auto or two_shot between nodes over NCCL, got {algorithm}"
-        )
-
-
 def check_coded_algorithm(algorithm: str, topk: bool) -> None:
     """Raises ValueError unless compressed all-reduces, or those of top-k, have the algorithm."""
     check_choice("algorithm", algorithm, CODED_ALGORITHMS)

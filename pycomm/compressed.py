@@ -18,7 +18,6 @@ from pycomm._inputs import (
     check_compressible,
     check_disjoint,
     check_like,
-    check_over_nccl,
     check_step,
     check_tensor,
     check_written,
@@ -238,6 +237,8 @@ def compressed_all_reduce(
     increment_version([result, *(t for t in (kept, speed) if t is not None)])
     spans = group._spans(source.device)
     if spans:
+        from pycomm._runtime.plan import check_over_nccl
+
         check_over_nccl(algorithm)
     on_host = group._exchanges_on_host(source.device)
     dense, dense_result, put_result = stand_ins(on_host, source, result)

@@ -283,8 +283,11 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--interval must be {allowed}, got {options.interval}")
     if not options.seconds > 0:
         parser.error(f"--seconds must be more than 0, got {options.seconds}")
-    if options.trace is not None and not Path(options.trace).absolute().parent.is_dir():
-        parser.error(f"--trace: there is no folder for {options.trace}")
+    if options.trace is not None:
+        file = Path(options.trace).absolute()
+        if options.json or file.is_dir() or not file.parent.is_dir():
+            reason = "a folder that exists, without --json"
+            parser.error(f"--trace must name a file in {reason}, got {options.trace}")
     if options.pid is not None:
         try:
             _mapped(options.pid)

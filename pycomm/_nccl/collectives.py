@@ -16,7 +16,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from pycomm import _C, _work
-from pycomm._inputs import check_over_nccl, operation_of
+from pycomm._inputs import operation_of
+from pycomm._runtime.plan import check_over_nccl
 from pycomm._work import Work, dense_stand_ins
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from pycomm import _C
-from pycomm._inputs import CODECS, DTYPES, OPS, check_over_nccl
+from pycomm._inputs import CODECS, DTYPES, OPS
 from pycomm._nccl.collectives import (
     divided,
     gather_from_carriers,
@@ -42,6 +42,7 @@ from pycomm._nccl.collectives import (
     sum_to_carriers,
 )
 from pycomm._runtime.cuda import Codecs
+from pycomm._runtime.plan import check_over_nccl
 from pycomm.compression import SMALLEST_BLOCK, VALUES, Compression, Int8, TopK
 
 if TYPE_CHECKING:

@@ -74,11 +74,11 @@ def look_around(
     """
     if group.rank == 0:
         for fact, ranks in differences(surroundings).items():
-            log.fallback(group, "%s", in_words(fact, ranks))
+            log.fallback(group, in_words(fact, ranks).replace("%", "%%"))  # each text once
     if any(mine["asks"] for mine in surroundings):
         rates = measure_links(group) if len(group.nodes) > 1 else {}
         if group.rank == 0:
-            sys.stderr.write(table(group.nodes, pids, surroundings, rates))
+            sys.stderr.write(f"{group.name}: {table(group.nodes, pids, surroundings, rates)}")
 
 
 def measure_links(group: Member) -> dict[Link, float]:
@@ -157,7 +157,7 @@ def table(
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += [in_words(*found) for found in differences(surroundings).items()]
     lines += _links_in_words(nodes, rates) if rates else []
-    return "\n".join([f"pycomm: {len(pids)} ranks on {len(nodes)} nodes", *lines, ""])
+    return "\n".join([f"{len(pids)} ranks on {len(nodes)} nodes", *lines, ""])
 
 
 def _links_in_words(nodes: Sequence[Sequence[int]], rates: Mapping[Link, float]) -> Iterator[str]:

@@ -12,7 +12,6 @@ from pycomm._inputs import (
     ALGORITHMS,
     check_choice,
     check_dtype,
-    check_over_nccl,
     operation_of,
 )
 
@@ -211,6 +210,14 @@ def _links(
     """The ranks with which bytes are exchanged; `partners` has the bytes of each of them."""
     pairs = zip(ranks, partners, strict=False)  # a rank that carries no stripe has no carriers
     return tuple(PeerLink(rank, links[rank], *moved) for rank, moved in pairs if any(moved))
+
+
+def check_over_nccl(algorithm: str) -> None:
+    """Raises ValueError for an algorithm that does not run between nodes over NCCL."""
+    if algorithm not in ("auto", "two_shot"):
+        raise ValueError(
+            f"algorithm must be auto or two_shot between nodes over NCCL, got {algorithm}"
+        )
 
 
 def check_bytes(nbytes: int, dtype: torch.dtype) -> None:

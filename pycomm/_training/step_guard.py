@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
@@ -72,7 +72,7 @@ _NOT_SENT = (
 
 _noted: weakref.WeakSet[ParamRecord] = weakref.WeakSet()  # with a local gradient
 _lock = threading.Lock()  # as ranks may be threads
-_watch: RemovableHandle | None = None  # checks steps, while there are any
+_watch: tuple[RemovableHandle, ...] = ()  # checks steps, while there are any
 
 
 def note(parameter: torch.Tensor, inside_no_sync: bool = False) -> None:
@@ -85,54 +85,62 @@ def note(parameter: torch.Tensor, inside_no_sync: bool = False) -> None:
         record = record_of(parameter)
         record.local_gradient = Snapshot.of(parameter.grad), why
         _noted.add(record)
-        if _watch is None:
-            _watch = register_optimizer_step_pre_hook(_before_step)
+        if not _watch:  # inside of a closure, only the second one comes in time for its step
+            before = optimizer.register_optimizer_step_pre_hook(_before_step)
+            _watch = before, optimizer.register_optimizer_step_post_hook(_after_step)
 
 
 def forget(parameters: Iterable[torch.Tensor]) -> None:
     """Records an exchange of the parameters' gradients."""
     global _watch
-    if _watch is None:
+    if not _watch:
         return
     with _lock:
         for parameter in parameters:
             if (record := known_of(parameter)).local_gradient is not None:
                 record.local_gradient = None
                 _noted.discard(record)
-        if _watch is not None and not len(_noted):
-            _watch.remove()
-            _watch = None
+        if not len(_noted):
+            for handle in _watch:
+                handle.remove()
+            _watch = ()
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+def _before_step(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Checks the gradients of a step: of ``step(closure)`` those that the closure leaves.
 
     Returns:
         None, or the step's arguments with a closure that checks.
     """
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        check(optimizer)
+    named = kwargs.get("closure")
+    closure = named if len(args) < 2 or named is not None else args[1]
+    if not callable(closure):  # None, or another argument of an optimizer of the program
+        check(stepped)
         return None
 
     def checked() -> Any:
         loss = closure()
-        check(optimizer)
+        check(stepped)
         return loss
 
-    others = {name: value for name, value in kwargs.items() if name != "closure"}
-    return (args[0], checked, *args[2:]), others
+    if named is not None:
+        return args, {**kwargs, "closure": checked}
+    return (args[0], checked, *args[2:]), kwargs
 
 
-def check(optimizer: torch.optim.Optimizer) -> None:
+def _after_step(stepped: torch.optim.Optimizer, *_: Any) -> None:
+    check(stepped, ". The step has been taken, so parameters differ between ranks")
+
+
+def check(stepped: torch.optim.Optimizer, then: str = "") -> None:
     """Raises RuntimeError if a gradient of the optimizer's parameters is not the ranks' average."""
-    for group in optimizer.param_groups:
+    for group in stepped.param_groups:
         for parameter in group["params"]:
             noted = known_of(parameter).local_gradient
             if noted is not None and noted[0].counts(parameter.grad):
                 raise RuntimeError(
                     f"gradient of a parameter of shape {tuple(parameter.shape)} is not the ranks' "
-                    f"average: {noted[1]}"
+                    f"average: {noted[1]}{then}"
                 )
 
 

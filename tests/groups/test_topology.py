@@ -209,7 +209,7 @@ def test_ranks_of_nodes_may_alternate(world):
         assert links.keys() == {(rank + 2) % 4, rank ^ 1}
         assert links[(rank + 2) % 4].startswith("shared memory, ")
         assert links[rank ^ 1].startswith("TCP to ")
-        assert len(warnings) == 1
+        assert len(warnings) == (rank == 0)
         assert counted == in_order[2 * (rank % 2) + rank // 2][2]
 
 

@@ -51,6 +51,15 @@ def test_links_below_half_of_the_median_are_slow():
     assert told.endswith("slow link: node 2 (rank 3) to node 1 (rank 2), 9.0 MB/s\n")
 
 
+def test_all_differences_are_logged(caplog, world):
+    (group,) = world(1)
+    quiet = {"asks": False}
+    diagnosis.look_around(group, [1, 2], [member(**quiet), member(**quiet, cores=4, threads=2)])
+    told = [record.getMessage() for record in caplog.records]
+    assert [text for text in told if "ranks differ in cores" in text]
+    assert [text for text in told if "ranks differ in threads" in text]
+
+
 def made(rank, size, store, nodes, slow):
     """Makes a group, of which rank 1 wants a diagnosis; returns what this rank prints and logs."""
     spanning.pretend(nodes[rank])
@@ -82,7 +91,8 @@ def test_a_rank_asks_for_the_table(nodes):
     assert [printed for printed, _ in results[1:]] == [""] * (size - 1)
     table, logged = results[0]
     lines = table.splitlines()
-    assert lines[0] == f"pycomm: {size} ranks on {len(set(nodes))} nodes"
+    assert lines[0].startswith("pycomm:")
+    assert lines[0].endswith(f": {size} ranks on {len(set(nodes))} nodes")
     assert lines[1].split()[:5] == ["rank", "node", "process", "host", "torch"]
     rows = [line.split() for line in lines[2 : 2 + size]]
     assert [int(row[0]) for row in rows] == list(range(size))

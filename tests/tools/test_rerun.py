@@ -54,7 +54,8 @@ def test_all_commands_are_understood(tmp_path):
 
 
 def test_rows_of_the_median_run(folder, monkeypatch, capsys):
-    run(monkeypatch, folder, "--runs", 3)
+    with pytest.raises(SystemExit, match=r"failed: wrong\.json"):
+        run(monkeypatch, folder, "--runs", 3)
     told = json.loads((folder / "right.json").read_text())
     timed, same, untimed = told["rows"]
     assert (timed["iterations"], timed["p50_us"], timed["range_us"]) == (3, 14.0, [10.0, 50.0])

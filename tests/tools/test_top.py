@@ -319,7 +319,9 @@ def test_a_trace_from_outside(tmp_path):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--trace", "there/is/none.json"], "--trace: there is no folder for there/is/none.json"),
+        (["--trace", "there/is/none.json"], "--trace must name a file in a folder that exists"),
+        (["--trace", "/tmp"], "--trace must name a file in a folder that exists"),
+        (["--json", "--trace", "x.json"], "without --json, got x.json"),
         (["--trace", "x.json", "--seconds", "0"], "--seconds must be more than 0, got 0.0"),
     ],
 )

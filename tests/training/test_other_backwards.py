@@ -3,6 +3,7 @@
 import copy
 
 import golden
+import helpers
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -232,6 +233,58 @@ def test_a_closure_that_goes_round_the_wrapper_is_refused(world):
         around()
         with pytest.raises(RuntimeError, match="is not the ranks' average"):
             training.optimizer.step(around)
+
+    world(2).run(body)
+
+
+def step_around(rank, size, store, by_name):
+    """What a step raises whose closure goes round the wrapper, as nothing before it has."""
+    with helpers.member(rank, size, store) as group:
+        training = Training(group, None)
+
+        def around():
+            training.model(training.batch()).sum().backward()
+            training.module(training.batch()).sum().backward()
+
+        try:
+            if by_name:
+                training.optimizer.step(closure=around)
+            else:
+                training.optimizer.step(around)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_first_step_with_such_a_closure_is_told_afterwards(by_name):
+    for told in helpers.run_ranks(2, step_around, by_name):
+        assert "is not the ranks' average" in told
+        assert told.endswith("The step has been taken, so parameters differ between ranks")
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer of a program, whose first argument is no closure."""
+
+    def step(self, factor=1.0, closure=None):
+        loss = None if closure is None else closure()
+        self.factor = factor
+        super().step()
+        return loss
+
+
+def test_other_arguments_of_steps_stay_as_they_are(world):
+    def body(group):
+        training = Training(group, None)
+        training.module(training.batch()).sum().backward()  # from now on, steps are checked
+        other = torch.nn.Linear(2, 1)
+        optimizer, calls = Scaled(other.parameters(), lr=0.1), []
+        optimizer.step(0.5)
+        assert optimizer.factor == 0.5
+        optimizer.step(0.25, closure=lambda: calls.append(1))
+        assert (optimizer.factor, calls) == (0.25, [1])
+        optimizer.step(closure=None)
+        assert optimizer.factor == 1.0
 
     world(2).run(body)
 
