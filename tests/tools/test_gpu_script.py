@@ -106,7 +106,7 @@ def run_parts(tmp_path, *lines):
 def ended(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it has ended before, or just now
         return True
 
 

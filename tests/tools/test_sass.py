@@ -333,10 +333,10 @@ FIGURES = {
 
 
 def predicted(blocks=0, **figures):
-    """A row of int8_decode: 8 elements per thread and pass, 5 bytes of each."""
+    """A row of int8_encode: 8 elements per thread and pass, 5 bytes of each."""
     gpu = model.Gpu("90", 4.8, 100, 2.0, "imagined")
-    row = model.Row({"int8_decode": 1}, 5, blocks=blocks)
-    return model.predict(row, gpu, {"int8_decode": {**FIGURES, **figures}})
+    row = model.Row({"int8_encode": 1}, 5, blocks=blocks)
+    return model.predict(row, gpu, {"int8_encode": {**FIGURES, **figures}})
 
 
 def test_predictions_take_the_longest():
