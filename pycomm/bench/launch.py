@@ -26,7 +26,7 @@ def require(*modules: str) -> None:
     """Exits with a message that says what to install if a module is missing."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        raise SystemExit(f"needs {' and '.join(missing)}: pip install 'torch-pycomm[bench]'")
+        raise SystemExit(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def without_nccl(ranks: int) -> str | None:

@@ -285,6 +285,12 @@ def test_extras_are_documented():
     )
 
 
+def test_nobody_is_told_to_install_what_is_not_published():
+    """The first release removes this test."""
+    for path in [*map(ROOT.joinpath, PAGES), *ROOT.glob("pycomm/**/*.py")]:
+        assert not re.search(r"pip install ['\"]?torch-pycomm", path.read_text()), path
+
+
 def test_tools_are_pinned_in_one_place():
     for requirement in PROJECT["dependency-groups"]["lint"]:
         name, version = requirement.split("==")
