@@ -95,7 +95,7 @@ def test_links_are_named(layout: str, link: str) -> None:
 
 
 def test_links_between_nodes_are_named() -> None:
-    """Of three ranks on two nodes the first ones exchange over NCCL."""
+    """With three ranks on two nodes, the first rank of each node exchanges over NCCL."""
     first, second, third = gpu_nodes.run([2, 1], links_of)
     assert first[1].startswith("CUDA IPC o")
     assert second.keys() == {0}

@@ -75,7 +75,7 @@ def test_rows_of_the_median_run(folder, monkeypatch, capsys):
 
 
 def test_an_interrupted_run_goes_on(folder, monkeypatch):
-    """What is there is not measured again, and what was not finished is."""
+    """Finished runs are kept. An unfinished run is measured again."""
     run(monkeypatch, folder, "--runs", 1, "--only", "right.json")
     (folder / "2").mkdir()
     (folder / "2" / "unfinished.right.json").write_text("{")

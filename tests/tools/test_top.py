@@ -290,7 +290,7 @@ def record_from_outside(_rank, _size, _store, pid, path, seconds):
 
 
 def test_a_trace_from_outside(tmp_path):
-    """Of a job that knows nothing of it: each rank's operations, in order and without gaps."""
+    """The trace has each rank's operations in order, without gaps; the job is not prepared."""
     with helpers.Ranks(2, work, str(tmp_path / "over")) as ranks:
         helpers.wait_until(lambda: len(look(ranks.pids[0])["groups"]) == 2, 60)
         arguments = ranks.pids[1], str(tmp_path / "trace.json"), "0.5"

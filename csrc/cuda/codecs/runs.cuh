@@ -9,7 +9,7 @@
 namespace pycomm::cuda {
 
 inline constexpr int kRunShift = 8;
-// Of a lane: quads and elements of a block.
+// How many quads, and how many elements, of a block each lane has.
 inline constexpr int kBlockQuads = (1 << kRunShift) / (32 * kQuad);
 inline constexpr int kBlockOfLane = kBlockQuads * kQuad;
 // Blocks of a run: in an algorithm, which needs registers of its own, and in a kernel that only decodes.
