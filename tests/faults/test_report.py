@@ -55,19 +55,19 @@ def test_the_last_ones_are_kept():
 
 
 def be_late(group, culprit):
-    for _ in range(50):
+    for _ in range(20):
         if group.rank == culprit:
-            time.sleep(0.002)
+            time.sleep(0.02)  # longer than a busy machine keeps another rank from a core
         pycomm.all_reduce(torch.ones(10), group=group)
-    return group.report(50).lateness
+    return group.report(20).lateness
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_late_rank_is_named(culprit):
     for lateness in helpers.run_group(3, be_late, culprit):
         assert max(lateness, key=lateness.get) == culprit
-        assert lateness[culprit] > 0.0015
-        assert min(lateness.values()) < 0.0015
+        assert lateness[culprit] > 0.005
+        assert min(lateness.values()) < 0.005
 
 
 def stay_away(group):

@@ -36,6 +36,7 @@ def test_what_developers_compare() -> None:
     assert " passed" in said
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     """All algorithms and compressions as on the CPU, beside NCCL where every rank has a GPU."""
     path = tmp_path / "results.json"

@@ -96,6 +96,7 @@ def losses(*ways):
     return gpu_ranks.run(2, gpu_ranks.PEER, train_on_both, list(ways), ["cuda"])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["none", "int8"])
 def test_a_captured_step_has_the_losses_of_ordinary_ones(compression):
     ways = [{"compression": compression, "mode": mode} for mode in ("graph", "ddp")]

@@ -476,8 +476,8 @@ def test_costs_nothing_without_messages(world):
     group, other = world(2, nodes=(1, 1)).groups
     before = usage.descriptors(), usage.threads()
     pycomm.send(torch.ones(8), 0, group=group)  # to itself
-    assert usage.descriptors() == before[0]
+    assert usage.descriptors() <= before[0]  # an earlier test's may still be closed
     pycomm.send(torch.ones(8), 1, group=group)
     assert pycomm.recv(x := torch.zeros(8), 0, group=other) == 0
     assert (x == 1).all()
-    assert usage.threads() == before[1]
+    assert usage.threads() <= before[1]

@@ -78,6 +78,7 @@ def test_flaky_tests_are_listed(run):
         assert f"flaky {number} fails at first" in text
 
 
+@pytest.mark.slow
 def test_a_third_flaky_test_is_too_many(run):
     status, told = run(flaky=3)
     assert status != 0

@@ -163,6 +163,7 @@ def test_a_toolkit_of_another_major_version_is_left_out(monkeypatch, tmp_path, c
         extensions(*args, nvcc="13.0", cuda=None, wanted="1")
 
 
+@pytest.mark.slow
 def test_sources_that_are_not_compiled_say_so(tmp_path):
     """As in a checkout after `pip install .`, where they hide the installed package."""
     for path in ROOT.glob("pycomm/**/*.py"):

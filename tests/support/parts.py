@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 PARTS = 5
-MANY = 4  # of a test with so many sets of parameters, a part runs some
+MANY = 3  # of a test with so many sets of parameters, a part runs some
 
 
 def of_part(part: int, tests: Iterable[tuple[str, bool]]) -> set[str]:

@@ -208,6 +208,7 @@ def test_tensorboard_reads_it(tmp_path):
     assert told == pytest.approx(expected_by_path())
 
 
+@pytest.mark.slow
 def test_mlflow_reads_it(tmp_path, monkeypatch):
     import mlflow
 

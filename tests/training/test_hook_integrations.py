@@ -94,6 +94,7 @@ def under_lightning(rank, size, store):
         return [train(name) for name in NAMES]
 
 
+@pytest.mark.slow
 def test_lightning():
     mine, theirs = helpers.run_ranks(2, under_lightning)
     for name, *runs in zip(NAMES, mine, theirs, strict=True):
