@@ -25,7 +25,7 @@ class MemoryPeak:
             ``"resident"`` is the process's memory in RAM. With CUDA, ``"allocated"`` and
             ``"reserved"`` are those of torch's allocator; ``"outside torch"`` is what else the
             device has in use at the phase's end, such as windows, NCCL's buffers, contexts and
-            other processes; ``"pinned"`` is torch's pinned host memory.
+            other processes; ``"pinned"`` is pinned host memory, also that of states and windows.
         rank: the rank that has measured this, or None if the model is in no group.
     """
 

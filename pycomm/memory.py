@@ -43,6 +43,7 @@ from pycomm._peaks import (
     memory_numbers,
     memory_peaks,
 )
+from pycomm._runtime import host
 from pycomm._runtime.torch_private import TorchDispatchMode, backward_id, pytree
 from pycomm._training.agree import gather_rows
 from pycomm._training.flat import home_of, place_of
@@ -618,7 +619,7 @@ def _read_gauges(device: torch.device) -> dict[str, int]:
         gauges["allocated"] = stats.get("allocated_bytes.all.peak", 0)
         gauges["reserved"] = stats.get("reserved_bytes.all.peak", 0)
         gauges["outside torch"] = total - free - stats.get("reserved_bytes.all.current", 0)
-        gauges["pinned"] = pinned.get("allocated_bytes.peak", 0)
+        gauges["pinned"] = pinned.get("allocated_bytes.peak", 0) + sum(host.pinned.values())
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_peak_host_memory_stats()
     return gauges

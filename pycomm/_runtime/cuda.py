@@ -670,6 +670,7 @@ def _pinned_windows(
         _C.CudaHostRegistration(device.index, group._core, rank, offset, window_bytes)
         for rank, offset in enumerate(_gather(group, offset))
     ]
+    host.pinned[registrations[group.rank]] = window_bytes  # the others' windows are theirs
     return [each.address for each in registrations], registrations
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +19,8 @@ from pycomm import _C
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+pinned = weakref.WeakKeyDictionary[Any, int]()  # bytes by owner, beside those of torch's allocator
 
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -54,8 +57,6 @@ def makes_lasting(function: Callable[P, T]) -> Callable[P, T]:
 
     return call
 
-
-# Zeroed memory for tensors that last from step to step; in huge pages if the system has them.
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

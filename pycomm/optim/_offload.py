@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from pycomm import _C
+from pycomm._runtime.host import pinned
 from pycomm.optim._cuda_executors import OnCuda
 from pycomm.optim._executors import Step, Table, is_capturing
 from pycomm.optim._storage import BLOCK, CODE8, MASTER, STORAGE_BYTES, State, on_meta
@@ -79,6 +80,7 @@ class _Pages(mmap.mmap):
                 "the limit of locked memory (ulimit -l), or leave out offload='pinned'"
             )
         self.device, self.process = device, os.getpid()
+        pinned[self] = len(self)
 
     def __del__(self) -> None:
         if self.process == os.getpid() and not sys.is_finalizing():

@@ -145,6 +145,18 @@ def test_memory_is_exact_and_goes_with_the_optimizer() -> None:
     assert runtime.pinned.keys() == before.keys()
 
 
+@pytest.mark.skipif(not gpu_ranks.EMULATED, reason="reads what the stand-in of CUDA has pinned")
+def test_a_recording_counts_what_is_pinned() -> None:
+    runtime: Any = torch.cuda.cudart()
+    model = torch.nn.Linear(300, 200, device="cuda")
+    optimizer = optim.FusedAdamW(model.parameters(), lr=0.1, offload="pinned")
+    with pycomm.memory.record(model, optimizer) as recording:
+        model(torch.ones(2, 300, device="cuda")).sum().backward()
+        optimizer.step()
+    pinned = recording.peaks["step"].gauges["pinned"]
+    assert pinned == sum(runtime.pinned.values()) > 8 * 300 * 200
+
+
 def test_states_outlive_the_optimizer() -> None:
     """The last copies to the host may be under way when the device's slots are freed."""
     case = Case("adamw")
