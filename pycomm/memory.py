@@ -619,10 +619,15 @@ def _read_gauges(device: torch.device) -> dict[str, int]:
         gauges["allocated"] = stats.get("allocated_bytes.all.peak", 0)
         gauges["reserved"] = stats.get("reserved_bytes.all.peak", 0)
         gauges["outside torch"] = total - free - stats.get("reserved_bytes.all.current", 0)
-        gauges["pinned"] = pinned.get("allocated_bytes.peak", 0) + sum(host.pinned.values())
+        gauges["pinned"] = pinned.get("allocated_bytes.peak", 0) + _pinned_beside_torch()
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_peak_host_memory_stats()
     return gauges
+
+
+def _pinned_beside_torch() -> int:
+    owners = [ref() for ref in host.pinned.keyrefs()]  # other threads may add some meanwhile
+    return sum(host.pinned.get(owner, 0) for owner in owners if owner is not None)
 
 
 def _peak_resident() -> int:
