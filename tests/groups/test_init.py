@@ -86,6 +86,7 @@ def torchs_timeouts(rank, size, _, port):
     found = [dist.group.WORLD, dist.new_group()]
     cpu = torch.device("cpu")
     seconds = [each._get_backend(cpu).options._timeout.total_seconds() for each in found]
+    dist.barrier(found[1])  # a rank that ends now could still be connecting to the other one
     return seconds, group.timeout
 
 

@@ -315,6 +315,15 @@ def test_names_of_tests_are_unique():
     assert names == sorted(set(names))
 
 
+def test_examples_ask_for_this_version():
+    minor = PROJECT["project"]["version"].rpartition(".")[0]
+    for path in ("docs/how-to/cpp.md", "examples/cpp/CMakeLists.txt"):
+        asked = re.findall(r"find_package\(pycomm ([\d.]+)", text(path))
+        assert asked
+        assert set(asked) == {minor}
+    assert re.findall(r" pycomm (\d+\.\d+)\.", text("docs/how-to/observing.md")) == [minor]
+
+
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load(text("CITATION.cff"))
     for field in ("version", "license"):
