@@ -33,7 +33,7 @@ Comm::Comm(std::shared_ptr<Window> window, std::shared_ptr<const Liveness> peers
       timeout_(timeout),
       slot_bytes_(window_->slot_bytes()),
       spins_(size <= cores ? kSpins : 0),
-      yield_for_(size <= cores ? Clock::duration(kYieldFor) : kYieldBriefly),
+      yielding_(size <= cores ? Clock::duration(kYieldFor) : kYieldBriefly),
       sequence_(first_epoch),
       ordinal_(first_epoch),
       first_epoch_(first_epoch),

@@ -17,6 +17,7 @@
 #include "cpu/executor/blocks.h"
 #include "cpu/executor/loops.h"
 #include "cpu/executor/store_policy.h"
+#include "cpu/executor/waiting.h"
 #include "cpu/group/membership.h"
 #include "cpu/group/node_ranks.h"
 #include "cpu/observe/recorder.h"
@@ -87,7 +88,7 @@ class Comm : public NodeRanks {
 
   // How long a wait polls before it yields the core, and yields before it sleeps.
   int spins() const { return spins_; }
-  Clock::duration yield_for() const { return yield_for_; }
+  Yielding yielding() const { return yielding_; }
   // The number of ranks that contribute to a result, and this rank's stream of random bits.
   int contributors() const { return size_; }
   std::uint32_t stream() const { return static_cast<std::uint32_t>(rank_); }
@@ -337,7 +338,7 @@ class Comm : public NodeRanks {
   Clock::duration operation_timeout_ = timeout_;
   std::int64_t slot_bytes_;
   int spins_;
-  Clock::duration yield_for_;
+  Yielding yielding_;
   int looked_at_ = 0;
   std::uint32_t sequence_;
   std::atomic<std::uint32_t> ordinal_;  // written by one thread at a time

@@ -40,8 +40,9 @@ void Comm::wait_long(const std::atomic<Word>& word, std::uint32_t target, int r,
       if (interrupt_ != nullptr) interrupt_();
       interrupt_at = now + kInterruptEvery;
     }
-    if (now - start < yield_for_) {
+    if (yielding_.pays(start, now)) {
       sched_yield();
+      yielding_.took(now, Clock::now());
     } else {
       sleep = std::min<Clock::duration>(2 * sleep, kLongestSleep);
       doze(word, target, sleep);

@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "core/errors.h"
+#include "cpu/executor/waiting.h"
 #include "cpu/executor/waiting_time.h"
 #include "cpu/p2p/incoming.h"
 #include "cpu/p2p/matcher.h"
@@ -138,6 +139,7 @@ class Engine {
 
   int waiters_ = 0;      // threads in await()
   bool driven_ = false;  // one of them drives
+  Yielding yielding_ = node_.comm.yielding();
   int dozing_ = 0;
   std::condition_variable changed_;
   std::condition_variable thread_needed_;

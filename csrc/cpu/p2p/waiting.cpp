@@ -134,9 +134,12 @@ void Engine::drive(Lock& lock, Clock::time_point until, Over over) {
       continue;
     }
     if (idle_since == Clock::time_point{}) idle_since = now;
-    if (now - idle_since < node_.comm.yield_for()) {
-      const Released released(lock);
-      sched_yield();
+    if (yielding_.pays(idle_since, now)) {
+      {
+        const Released released(lock);
+        sched_yield();
+      }
+      yielding_.took(now, Clock::now());
     } else {
       sleep =
           std::min<Clock::duration>(2 * sleep, node_.awaits_device ? kDeviceNap : kLongestSleep);

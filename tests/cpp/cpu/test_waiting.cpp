@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/executor/waiting.h"
 #include "support/world.h"
 
 namespace pycomm::test {
@@ -38,6 +39,24 @@ void refuses_afterwards(cpu::Group& group) {
     return;
   }
   throw std::runtime_error("a failed group must refuse work");
+}
+
+void yields_while_cores_come_back() {
+  using std::chrono::microseconds;
+  cpu::Yielding yielding(microseconds(2000));
+  const cpu::Clock::time_point start = cpu::Clock::now();
+  const auto pays = [&](int after, int waited) {
+    return yielding.pays(start + microseconds(after - waited), start + microseconds(after));
+  };
+  const auto took = [&](int from, int to) {
+    yielding.took(start + microseconds(from), start + microseconds(to));
+  };
+  took(10, 11);
+  PYCOMM_CHECK(pays(20, 10) && pays(1999, 1999), "a wait of less than 2 ms yields");
+  PYCOMM_CHECK(!pays(2000, 2000), "a longer one sleeps");
+  took(3000, 6000);
+  PYCOMM_CHECK(!pays(6001, 1) && !pays(105'999, 10), "all sleep after a yield of 3 ms");
+  PYCOMM_CHECK(pays(106'000, 10), "for 100 ms");
 }
 
 void times_out() {
@@ -318,7 +337,8 @@ void waits_if_it_cannot_detach() {
 
 int main() {
   using namespace pycomm::test;
-  return run_all({{"times out", times_out},
+  return run_all({{"yields while cores come back", yields_while_cores_come_back},
+                  {"times out", times_out},
                   {"blames the silent rank", blames_the_silent},
                   {"notices who leaves", notices_who_leaves},
                   {"leaving after the last operation is fine", leaving_after_the_last_is_fine},
