@@ -274,6 +274,7 @@ bool Endpoint::in_peers_heaps() const {
 }
 
 std::optional<std::uint64_t> Endpoint::capture_of(std::uintptr_t stream) const {
+  if (stream == 0) return {};  // CUDA captures no default stream
   const DeviceGuard guard(impl_->options.device);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0;
@@ -346,7 +347,8 @@ void SharedLaunch::put(int rank, const Operation& operation, const void* input, 
   const DeviceGuard guard(endpoint.options.device);
   endpoint.put(impl_->launch, rank, operation, input, output, extras);
   impl_->streams[r] = stream_of(stream);
-  PYCOMM_CUDA_CHECK(cudaEventRecord(impl_->arrived[r], impl_->streams[r]));
+  // The default stream is one for all threads, and nearly always the leader's.
+  if (stream != 0) PYCOMM_CUDA_CHECK(cudaEventRecord(impl_->arrived[r], impl_->streams[r]));
 }
 
 void SharedLaunch::launch(const std::function<bool()>& given_up) {
@@ -356,13 +358,17 @@ void SharedLaunch::launch(const std::function<bool()>& given_up) {
   const DeviceGuard guard(first.options.device);
   impl_->launch.lanes = first.lanes_for(impl_->launch.ranks[0].operation);
   const cudaStream_t leader = impl_->leader = impl_->streams[0];
+  bool followed = false;
   for (std::size_t r = 1; r < impl_->streams.size(); ++r) {
-    if (impl_->streams[r] != leader) {
-      PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(leader, impl_->arrived[r], 0));
+    if (impl_->streams[r] == leader) continue;
+    if (impl_->streams[r] == nullptr) {
+      PYCOMM_CUDA_CHECK(cudaEventRecord(impl_->arrived[r], nullptr));
     }
+    PYCOMM_CUDA_CHECK(cudaStreamWaitEvent(leader, impl_->arrived[r], 0));
+    followed = true;
   }
   impl_->order->launch(impl_->launch, leader);
-  PYCOMM_CUDA_CHECK(cudaEventRecord(*impl_->done, leader));
+  if (followed) PYCOMM_CUDA_CHECK(cudaEventRecord(*impl_->done, leader));
 }
 
 void SharedLaunch::follow(int rank) {

@@ -1,6 +1,8 @@
 // Captured operations, and what is loaded before kernels can wait, on the CPU (device/cuda_runtime.h).
 #include <cuda_runtime.h>
 
+#include <array>
+
 #include "core/errors.h"
 #include "cuda/codecs/wire.h"
 #include "cuda/runtime.cuh"
@@ -29,9 +31,10 @@ struct AllReduce {
     }
   }
 
-  void launch(DeviceWorld& world, cudaStream_t stream) {
-    const auto handle = reinterpret_cast<std::uintptr_t>(stream);
+  void launch(DeviceWorld& world, cudaStream_t stream) { launch(world, {stream, stream}); }
+  void launch(DeviceWorld& world, const std::array<cudaStream_t, kRanks>& streams) {
     for (int r = 0; r < kRanks; ++r) {
+      const auto handle = reinterpret_cast<std::uintptr_t>(streams[r]);
       cuda::Extras extras(
           cuda::Bucket{{{operation, x[r].data(), y[r].data()}}, nullptr, workspaces[r].data()});
       extras.capture = world.endpoints[r]->capture_of(handle);
@@ -115,6 +118,31 @@ void streams_of_a_capture_take_turns(Algorithm algorithm) {
   cudaGraphDestroy(graph);
 }
 
+// The ranks' streams order the launch with what is before and after it on each of them.
+void ranks_have_streams_of_their_own() {
+  DeviceWorld world(kRanks);
+  for (const std::size_t later : {0u, 1u}) {
+    TwoStreams two;
+    AllReduce one(Algorithm::one_shot, 1);
+    float before = 0, after = 0;
+    two.begin();
+    cudaMemcpyAsync(&before, &one.x[1][0], sizeof(float), cudaMemcpyDefault, two.streams[1]);
+    one.launch(world, {two.streams[0], two.streams[1]});
+    cudaMemcpyAsync(&after, &one.y[later][0], sizeof(float), cudaMemcpyDefault, two.streams[later]);
+    const cudaGraph_t graph = two.end();
+    PYCOMM_CHECK(device::in_one_order(*graph), "the launch is between the copies");
+    cudaGraphLaunch(graph, nullptr);
+    PYCOMM_CHECK(before == 2 && after == 1.5f, "and the copies run, too");
+    cudaGraphDestroy(graph);
+  }
+  TwoStreams two;
+  AllReduce eager(Algorithm::one_shot, 1);
+  const int events = device::recorded_events();
+  eager.launch(world, {two.streams[0], nullptr});
+  eager.expect(1.5f, " of a rank on the default stream");
+  PYCOMM_CHECK(device::recorded_events() - events == 4, "each stream, and the launch for both");
+}
+
 // Two captures at the same time do not wait for each other, which CUDA forbids.
 void captures_are_apart() {
   DeviceWorld world(kRanks);
@@ -161,6 +189,7 @@ int main() {
            streams_of_a_capture_take_turns(algorithm);
          }
        }},
+      {"ranks have streams of their own", ranks_have_streams_of_their_own},
       {"captures are apart", captures_are_apart},
       {"kernels are loaded before they run", kernels_are_loaded_before_they_run},
   });

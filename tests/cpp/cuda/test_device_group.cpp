@@ -83,9 +83,11 @@ void refuses_work(Ranks& ranks, int r) {
 
 void adds_up(bool together) {
   Ranks ranks(together);
-  const int queries = device::capture_queries();
+  const int queries = device::capture_queries(), events = device::recorded_events();
   for (int i = 0; i < 2; ++i) ranks.run_both(all_reduce(), all_reduce());
-  PYCOMM_CHECK(device::capture_queries() - queries == 4, "a launch asks once for the capture");
+  PYCOMM_CHECK(device::capture_queries() == queries, "nothing captures the default stream");
+  const int launches = together ? 2 : 4;
+  PYCOMM_CHECK(device::recorded_events() - events == launches, "a launch records one event");
   for (int r = 0; r < 2; ++r) {
     ranks.groups[r]->check();
     PYCOMM_CHECK(ranks.y[r] == std::vector<float>(kCount, 2.0f), "the sum of both ranks");
@@ -250,6 +252,7 @@ void shows_replays() {
   const cuda::DeviceGuard guard(DeviceWorld::kDevice);
   std::array<cudaStream_t, 2> streams{};
   std::array<cudaGraph_t, 2> graphs{};
+  const int queries = device::capture_queries();
   for (std::size_t r = 0; r < 2; ++r) {
     cudaStreamCreate(&streams[r]);
     cudaStreamBeginCapture(streams[r], cudaStreamCaptureModeRelaxed);
@@ -257,6 +260,7 @@ void shows_replays() {
                          reinterpret_cast<std::uintptr_t>(streams[r]));
     cudaStreamEndCapture(streams[r], &graphs[r]);
   }
+  PYCOMM_CHECK(device::capture_queries() - queries == 2, "a launch asks once for the capture");
   ranks.run_both(all_reduce(), all_reduce());
   const auto captured = [&](std::size_t r) {
     const std::vector<Launched> all = ranks.hosts[0].state(8).ranks[r].launched;

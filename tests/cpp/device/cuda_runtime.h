@@ -47,8 +47,9 @@ int launch(const void* kernel, std::function<void()> run_thread, dim3 grid, dim3
            Stream* stream);
 // How many kernels, copies and fills the host has enqueued.
 int enqueued();
-// How often the host has asked whether a stream is captured.
+// How often the host has asked whether a stream is captured, and how often it has recorded an event.
 int capture_queries();
+int recorded_events();
 // How many kernels were launched that had not been loaded.
 int unloaded_launches();
 // True if the nodes of a graph can run in one order only.

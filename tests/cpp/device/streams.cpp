@@ -85,13 +85,14 @@ void wait_for(Stream* stream) {
   device::observe(&done);
 }
 
-std::atomic<int> enqueued_so_far = 0, capture_queries_so_far = 0;
+std::atomic<int> enqueued_so_far = 0, capture_queries_so_far = 0, recorded_so_far = 0;
 thread_local std::vector<Stream*> created;  // on this thread, and not destroyed
 
 }  // namespace
 
 int device::enqueued() { return enqueued_so_far; }
 int device::capture_queries() { return capture_queries_so_far; }
+int device::recorded_events() { return recorded_so_far; }
 
 void device::enqueue(Stream* stream, std::function<void()> work) {
   ++enqueued_so_far;
@@ -225,6 +226,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  ++recorded_so_far;
   const int device = stream == nullptr ? device::current_device() : stream->device;
   if (event->device != device) return cudaErrorInvalidResourceHandle;
   run_on(stream, [event] { device::publish(event); });
