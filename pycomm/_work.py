@@ -168,14 +168,14 @@ def _launch(
     if not written:
         finish = _nothing
     operation = operation_of(collective, algorithm, source.dtype, op, root)
-    if dense_source.device.type == "cuda" and group.size == 1:
-        if dense_result is not dense_source:
-            dense_result.copy_(dense_source.view_as(dense_result))
-        finish()
-        return Work(None) if async_op else result
     if dense_source.device.type == "cuda":
-        side = group._cuda_side(source.device)
-        side.run(operation, shape.numel(), dense_source, dense_result, shape, label)
+        if group.size > 1:
+            side = group._cuda_side(source.device)
+            side.run(operation, shape.numel(), dense_source, dense_result, shape, label)
+        else:
+            group._core.check_usable()
+            if dense_result is not dense_source:
+                dense_result.copy_(dense_source.view_as(dense_result))
         finish()
         return Work(None) if async_op else result
     source_at, result_at = dense_source.data_ptr(), dense_result.data_ptr()

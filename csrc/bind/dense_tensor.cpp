@@ -21,6 +21,7 @@ struct Torch {
   PyObject* detach = nullptr;
   PyObject* increment_version = nullptr;
   PyObject* count_modes = nullptr;
+  PyObject* backward_id = nullptr;
   PyObject* profiler = nullptr;    // a module
   PyObject* forward_ad = nullptr;  // another
 };
@@ -39,6 +40,8 @@ const Torch& torch() {
         py::object(import("torch._C").attr("_increment_version")).release().ptr();
     torch->count_modes =
         py::object(import("torch._C").attr("_len_torch_dispatch_stack")).release().ptr();
+    torch->backward_id =
+        py::object(import("torch._C").attr("_current_graph_task_id")).release().ptr();
     torch->profiler = import("torch.autograd.profiler").release().ptr();
     torch->forward_ad = import("torch.autograd.forward_ad").release().ptr();
     const py::object capsule = py::getattr(type, "__dlpack_c_exchange_api__", py::none());
@@ -119,6 +122,8 @@ void set_tensor_reader(const py::object& capsule) {
 }
 
 bool calls_are_watched() { return reader.watched(); }
+
+bool in_backward() { return !is_number(PyObject_CallNoArgs(torch().backward_id), -1); }
 
 Keeper::~Keeper() {
   if (memory_ != nullptr) reader.release(memory_);

@@ -51,6 +51,9 @@ void set_tensor_reader(const pybind11::object& capsule);
 // calls.
 bool calls_are_watched();
 
+// True if autograd runs a backward on this thread.
+bool in_backward();
+
 // False, without an error, unless the object is a dense, contiguous tensor of a supported type and of
 // torch's own class, on the CPU or on CUDA, for which autograd records nothing. Such a tensor does not
 // overlap itself.

@@ -305,7 +305,8 @@ Kernels kernels_of(PyObject* group, int device) {
     PyErr_Clear();
   } else if (!found.holder.is_none() && records_streams()) {
     auto& kernels = found.holder.cast<cuda::Group&>();
-    if (kernels.device() == device) found.group = &kernels;
+    const bool refused = kernels.launches_together() && in_backward();  // with an error of Python's
+    if (kernels.device() == device && !refused) found.group = &kernels;
   }
   return found;
 }
@@ -536,16 +537,14 @@ PyObject* submit(cpu::Group& engine, const Call& call, Tensors& tensors) {
   return made;
 }
 
-// Enqueues a call on the current stream. What it returns is complete in the stream's order.
-PyObject* enqueue(const Kernels& kernels, const Call& call, const Tensors& tensors, bool waits) {
+// Enqueues a call on the current stream. False with an error if that fails.
+bool enqueue(const Kernels& kernels, const Call& call, const Tensors& tensors) {
   std::uintptr_t stream = 0;
-  if (!record_stream(tensors.input, stream)) return nullptr;
-  if (tensors.output != tensors.input && !record_stream(tensors.output, stream)) return nullptr;
-  {
-    const WithoutGil no_gil;
-    kernels.group->run(call, stream);
-  }
-  return waits ? Py_NewRef(tensors.returned) : PyObject_CallOneArg(ours.work_type, Py_None);
+  if (!record_stream(tensors.input, stream)) return false;
+  if (tensors.output != tensors.input && !record_stream(tensors.output, stream)) return false;
+  const WithoutGil no_gil;
+  kernels.group->run(call, stream);
+  return true;
 }
 
 // The result of a call, or null with an error. Nothing: Python examines the call.
@@ -572,9 +571,11 @@ inline std::optional<PyObject*> run(const Function& function, const Arguments& g
     return {};
   }
   const bool on_host = tensors.from.device == kOnHost;
+  // On a device, a group of one runs no kernel: the result is there already.
+  const bool is_done = !on_host && ranks == 1 && tensors.output == tensors.input;
   Kernels kernels;
-  if (!on_host) {
-    if (function.compresses) return {};
+  if (!on_host && function.compresses) return {};
+  if (!on_host && !is_done) {
     kernels = kernels_of(group.ptr(), tensors.from.device);
     if (kernels.group == nullptr) return {};
   }
@@ -591,13 +592,17 @@ inline std::optional<PyObject*> run(const Function& function, const Arguments& g
   if (function.compresses && !read_compression(given, tensors, call)) return {};
   if (!count_writes(given, tensors)) return nullptr;
   carry(operation, tensors.from.element);
-  if (!on_host) return enqueue(kernels, call, tensors, waits);
-  if (!waits) return submit(*engine, call, tensors);
-  {
+  if (on_host && !waits) return submit(*engine, call, tensors);
+  if (on_host) {
     const WithoutGil no_gil;
     engine->run(call, check_signals);
+  } else if (is_done) {
+    engine->check_usable();
+  } else if (!enqueue(kernels, call, tensors)) {
+    return nullptr;
   }
-  return Py_NewRef(tensors.returned);
+  // What a device runs is complete in the order of the current stream.
+  return waits ? Py_NewRef(tensors.returned) : PyObject_CallOneArg(ours.work_type, Py_None);
 }
 
 PyObject* call(const Function& function, const Bound& known, PyObject* const* values,

@@ -12,7 +12,7 @@ namespace pycomm::bind {
 // Adds `short_way_first` to the module, which makes these functions. They run calls whose tensors are
 // dense, contiguous tensors of supported types and of torch's own class that need no gradient, if the
 // other arguments are in order and ask for nothing else. On CUDA they enqueue uncompressed calls of ranks
-// on one node, from the second on: Python makes the kernels.
+// on one node, from the second on: Python makes the kernels. A group of one needs none in place.
 void bind_fast_call(pybind11::module_& m);
 
 // The handle of a group; valid as long as the group exists.

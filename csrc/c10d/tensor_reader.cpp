@@ -52,11 +52,13 @@ bool increment_version(PyObject* object) {
   }
 }
 
+// As Tensor.record_stream() without torch's dispatcher.
 bool record_stream(PyObject* object, std::uintptr_t& stream) {
-  at::Tensor tensor = THPVariable_Unpack(object);
+  const at::Tensor& tensor = THPVariable_Unpack(object);
   try {
-    const c10::Stream current = current_stream(tensor.device());
-    tensor.record_stream(current);
+    const c10::impl::VirtualGuardImpl device(tensor.device().type());
+    const c10::Stream current = device.getStream(tensor.device());
+    device.recordDataPtrOnStream(tensor.storage().data_ptr(), current);
     stream = reinterpret_cast<std::uintptr_t>(current.native_handle());
     return true;
   } catch (const std::exception& error) {

@@ -81,8 +81,7 @@ class CudaSide:
         self._rank, self._size = group.rank, group.size
         self._core = _C.CudaGroup(group._core, endpoint, shared)
         # What C enqueues operations with; None if Python has to look at each.
-        has_one_way = not self.shares_device and len(group.nodes) == 1
-        self._short_way = self._core if has_one_way else None
+        self._short_way = self._core if len(group.nodes) == 1 else None
         self._heap = heap
         self._keep = keep  # the memory behind the windows
         self.pools: dict[str, Any] = {}

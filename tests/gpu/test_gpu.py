@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import gpu_ranks
 import helpers
@@ -288,9 +289,63 @@ def calls_of_each(group: pycomm.Group) -> dict[str, list[str]]:
 
 
 def test_an_operation_is_one_call_in_c() -> None:
-    for called in gpu_ranks.run(2, gpu_ranks.PEER, calls_of_each, cuda_heap_bytes=1 << 20):
+    with pycomm.LocalWorld(2) as threads:
+        called_by_each = threads.run(calls_of_each)
+    called_by_each += gpu_ranks.run(2, gpu_ranks.PEER, calls_of_each, cuda_heap_bytes=1 << 20)
+    for called in called_by_each:
         assert called.pop("async") == ["__init__", "__del__"]  # of the Work
         assert not any(called.values()), called
+
+
+def test_a_group_of_one_makes_no_kernels() -> None:
+    x, strided = torch.ones(4, device="cuda"), torch.ones(4, 2, device="cuda")[:, 0]
+    with pycomm.LocalWorld(1) as world:
+        group = world.groups[0]
+        version = x._version
+        assert python_calls(lambda: pycomm.all_reduce(x, "avg", group=group)) == []
+        assert pycomm.broadcast(x, group=group) is x
+        assert pycomm.all_reduce(x, group=group, async_op=True).is_completed()
+        assert x._version == version + 3
+        assert x.tolist() == [1, 1, 1, 1]
+        assert group._cuda is None
+    for given in (x, strided):  # in C, in Python
+        with pytest.raises(pycomm.GroupUnusable, match="closed"):
+            pycomm.all_reduce(given, group=group)
+
+
+def refused_calls() -> dict[str, dict[str, Any]]:
+    x = torch.ones(4, device="cuda")
+    refused: dict[str, dict[str, Any]] = {
+        "op": {"op": "median"},
+        "bitwise": {"op": "band"},
+        "algorithm": {"algorithm": "star"},
+        "order": {"algorithm": "ring", "deterministic": True},
+        "host": {"out": torch.ones(4)},
+        "dtype": {"out": x.double()},
+        "shape": {"out": x.view(2, 2)},
+        "overlap": {"tensor": x[:3], "out": x[1:]},
+        "itself": {"tensor": x[:1].expand(4)},
+        "gradient": {"tensor": x.clone().requires_grad_()},
+        "no tensor": {"tensor": 3},
+        "tag": {"tag": 1.5},
+        "group": {"group": "group"},
+    }
+    if torch.cuda.device_count() > 1:
+        refused["device"] = {"tensor": torch.ones(4, device="cuda:1")}
+    return refused
+
+
+def test_refusals_are_those_of_the_function_in_python() -> None:
+    with pycomm.LocalWorld(2) as world:
+        world.run(lambda group: pycomm.all_reduce(torch.ones(4, device="cuda"), group=group))
+        for name, given in refused_calls().items():
+            arguments = {"tensor": torch.ones(4, device="cuda"), "group": world.groups[0]} | given
+            texts = []
+            for function in (pycomm.all_reduce, helpers.whole_way()):
+                with pytest.raises((ValueError, TypeError)) as caught:
+                    function(**arguments)
+                texts.append((caught.type, str(caught.value)))
+            assert texts[0] == texts[1], name
 
 
 def freed_at_once(group: pycomm.Group) -> list[float]:

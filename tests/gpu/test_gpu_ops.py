@@ -163,9 +163,15 @@ def test_backward_of_threads_that_share_a_device() -> None:
 
     def body(group: pycomm.Group) -> None:
         x = torch.ones(4, device="cuda", requires_grad=True)
+        refused = "ranks that are threads must have a GPU each"
         total = OPS.all_reduce(x, "sum", "auto", group.name).sum()
-        with pytest.raises(ValueError, match="ranks that are threads must have a GPU each"):
+        with pytest.raises(ValueError, match=refused):
             total.backward()
+        pycomm.all_reduce(torch.ones(4, device="cuda"), group=group)  # by the short way
+        doubled = x * 2
+        doubled.register_hook(lambda gradient: pycomm.all_reduce(gradient, group=group))
+        with pytest.raises(ValueError, match=refused):
+            doubled.backward(torch.ones_like(doubled))
 
     with pycomm.LocalWorld(2, timeout=20) as world:
         world.run(body)
