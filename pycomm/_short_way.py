@@ -21,8 +21,8 @@ _C.set_up_short_way(
     OPS | {torchs: OPS[name] for name, torchs in TORCH_OPS.items()},
     ALGORITHMS,
     Work,
-    tensor_reader,
 )
+_C.set_tensor_reader(tensor_reader)
 
 
 def short_way_first(function: _Function) -> _Function:

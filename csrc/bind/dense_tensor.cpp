@@ -3,7 +3,7 @@
 #include <ATen/dlpack.h>
 
 #include "bind/dtypes.h"
-#include "core/tensor_reader.h"
+#include "bind/python.h"
 
 namespace py = pybind11;
 
@@ -15,8 +15,11 @@ static_assert(kInt == kDLInt && kUInt == kDLUInt && kFloat == kDLFloat && kBFloa
 
 struct Torch {
   PyTypeObject* tensor_type = nullptr;
+  PyTypeObject* parameter_type = nullptr;
   const DLPackExchangeAPI* exchange = nullptr;  // null if this torch has none
   PyObject* requires_grad = nullptr;
+  PyObject* grad = nullptr;
+  PyObject* version = nullptr;
   PyObject* is_neg = nullptr;
   PyObject* detach = nullptr;
   PyObject* increment_version = nullptr;
@@ -33,7 +36,11 @@ const Torch& torch() {
     const auto import = [](const char* name) { return py::module_::import(name); };
     const py::object type = import("torch").attr("Tensor");
     torch->tensor_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
+    const py::object parameter = import("torch.nn").attr("Parameter");
+    torch->parameter_type = reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr());
     torch->requires_grad = PyUnicode_InternFromString("requires_grad");
+    torch->grad = PyUnicode_InternFromString("grad");
+    torch->version = PyUnicode_InternFromString("_version");
     torch->is_neg = PyUnicode_InternFromString("is_neg");
     torch->detach = PyUnicode_InternFromString("detach");
     torch->increment_version =
@@ -109,17 +116,77 @@ bool increment_version_by_python(PyObject* tensor) {
   return none != nullptr;
 }
 
-TensorReader reader{watched_by_python, view_by_dlpack, release_by_python,
-                    increment_version_by_python, nullptr};
+// The number of a version; -1 without one.
+std::int64_t version_of(PyObject* tensor) {
+  PyObject* const version = PyObject_GetAttr(tensor, torch().version);
+  const std::int64_t number = version != nullptr ? PyLong_AsLongLong(version) : -1;
+  PyErr_Clear();
+  Py_XDECREF(version);
+  return number;
+}
 
-}  // namespace
+bool describe_by_dlpack(PyObject* object, TensorDescription& description) {
+  const Torch& known = torch();
+  const PyTypeObject* const type = Py_TYPE(object);
+  // Others may run any code when they are asked.
+  if ((type != known.tensor_type && type != known.parameter_type) || known.exchange == nullptr ||
+      known.exchange->dltensor_from_py_object_no_sync == nullptr) {
+    return false;
+  }
+  DLTensor tensor;
+  if (known.exchange->dltensor_from_py_object_no_sync(object, &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const std::optional<TorchDType> dtype =
+      torch_dtype_of(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
+  const bool on_cuda = tensor.device.device_type == kDLCUDA;
+  if ((tensor.device.device_type != kDLCPU && !on_cuda) || !dtype ||
+      (tensor.strides == nullptr && tensor.ndim != 0)) {
+    return false;
+  }
+  description.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  description.shape = tensor.shape;
+  description.strides = tensor.strides;
+  description.version = version_of(object);
+  description.dims = tensor.ndim;
+  description.device = static_cast<std::int16_t>(on_cuda ? tensor.device.device_id : kOnHost);
+  description.type = static_cast<std::int8_t>(dtype->scalar_type);
+  description.negated = !is_false(PyObject_CallMethodNoArgs(object, known.is_neg));
+  return true;
+}
+
+bool describe_grad_by_dlpack(PyObject* tensor, TensorDescription& description, void*& memory) {
+  PyObject* const grad = PyObject_GetAttr(tensor, torch().grad);
+  PyErr_Clear();
+  const bool none = grad == Py_None;
+  const bool described = grad != nullptr && !none && describe_by_dlpack(grad, description);
+  if (described) {
+    memory = grad;
+  } else {
+    Py_XDECREF(grad);
+  }
+  return none || described;
+}
+
+constexpr TensorReader kAnyTorch{watched_by_python,           view_by_dlpack, release_by_python,
+                                 increment_version_by_python, nullptr,        describe_by_dlpack,
+                                 describe_grad_by_dlpack};
+TensorReader reader = kAnyTorch;
 
 void set_tensor_reader(const py::object& capsule) {
-  if (capsule.is_none()) return;
+  if (capsule.is_none()) {
+    reader = kAnyTorch;
+    return;
+  }
   const void* const compiled = PyCapsule_GetPointer(capsule.ptr(), kTensorReaderName);
   if (compiled == nullptr) throw py::error_already_set();
   reader = *static_cast<const TensorReader*>(compiled);
 }
+
+}  // namespace
+
+void bind_dense_tensor(py::module_& m) { m.def("set_tensor_reader", &set_tensor_reader); }
 
 bool calls_are_watched() { return reader.watched(); }
 
@@ -138,13 +205,13 @@ bool view_tensor(PyObject* object, DenseTensor& view) {
   if (Py_TYPE(object) != torch().tensor_type) return false;
   view.keeper = Keeper(reader.view(object, &tensor));
   if (!view.keeper) return false;
-  const std::optional<Element> element =
-      element_of(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
+  const std::optional<TorchDType> dtype =
+      torch_dtype_of(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
   const bool on_cuda = tensor.device.device_type == kDLCUDA;
-  if ((tensor.device.device_type != kDLCPU && !on_cuda) || !element) return false;
+  if ((tensor.device.device_type != kDLCPU && !on_cuda) || !dtype) return false;
 
   view.device = on_cuda ? tensor.device.device_id : kOnHost;
-  view.element = *element;
+  view.element = dtype->element;
   view.dims = tensor.ndim;
   view.shape = tensor.shape;
   view.count = 1;
@@ -166,6 +233,18 @@ bool view_dense_tensor(PyObject* object, DenseTensor& view) {
 }
 
 bool increment_version(PyObject* tensor) { return reader.increment_version(tensor); }
+
+bool describe(PyObject* object, TensorDescription& description) {
+  return PyObject_TypeCheck(object, torch().tensor_type) && reader.describe(object, description);
+}
+
+bool describe_grad(PyObject* tensor, TensorDescription& description, Keeper& memory) {
+  void* kept = nullptr;
+  const bool described = PyObject_TypeCheck(tensor, torch().tensor_type) &&
+                         reader.describe_grad(tensor, description, kept);
+  memory = Keeper(kept);
+  return described;
+}
 
 bool records_streams() { return reader.record_stream != nullptr; }
 

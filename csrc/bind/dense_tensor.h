@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/elements.h"
+#include "core/tensor_reader.h"
 
 namespace pycomm::bind {
 
@@ -44,9 +45,6 @@ struct DenseTensor {
   Keeper keeper;
 };
 
-// Sets the reader that is compiled for the running torch, in a capsule; None if there is none.
-void set_tensor_reader(const pybind11::object& capsule);
-
 // True if a profiler, a dispatch mode or a function transform of torch wants to see this thread's
 // calls.
 bool calls_are_watched();
@@ -64,6 +62,13 @@ bool view_dense_tensor(PyObject* object, DenseTensor& view);
 // Tells autograd, which may have saved the tensor, that its content changes. False with an error if
 // that is not allowed.
 bool increment_version(PyObject* tensor);
+
+// Describes any strided tensor with its own memory on the CPU or on CUDA; false, without an error, for
+// other objects.
+bool describe(PyObject* object, TensorDescription& description);
+
+// The same for a tensor's gradient. `memory` is empty if there is none.
+bool describe_grad(PyObject* tensor, TensorDescription& description, Keeper& memory);
 
 // True if record_stream() can be called.
 bool records_streams();

@@ -57,9 +57,9 @@ constexpr std::optional<Element> element_of(ScalarType type) {
   return {};
 }
 
-constexpr std::optional<Element> element_of(int code, int bits, int lanes) {
+constexpr std::optional<TorchDType> torch_dtype_of(int code, int bits, int lanes) {
   for (const TorchDType& row : kTorchDTypes) {
-    if (row.code == code && row.bits == bits && lanes == 1) return row.element;
+    if (row.code == code && row.bits == bits && lanes == 1) return row;
   }
   return {};
 }

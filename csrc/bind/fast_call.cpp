@@ -653,16 +653,14 @@ py::object short_way_first(const py::object& whole_way, const std::string& doc) 
 }  // namespace
 
 void bind_fast_call(py::module_& m) {
-  m.def(
-      "set_up_short_way", [](py::object group_type, py::dict module, py::dict ops,
-                             py::dict algorithms, py::object work_type, const py::object& reader) {
-        set_tensor_reader(reader);
-        const auto interned = [](const char* text) { return PyUnicode_InternFromString(text); };
-        names = {interned("_default"), interned("_short_way"), interned("_cuda"), interned("dtype"),
-                 interned("codec"),    interned("momentum"),   interned("seed")};
-        ours = {group_type.release().ptr(), module.release().ptr(), ops.release().ptr(),
-                algorithms.release().ptr(), work_type.release().ptr()};
-      });
+  m.def("set_up_short_way", [](py::object group_type, py::dict module, py::dict ops,
+                               py::dict algorithms, py::object work_type) {
+    const auto interned = [](const char* text) { return PyUnicode_InternFromString(text); };
+    names = {interned("_default"), interned("_short_way"), interned("_cuda"), interned("dtype"),
+             interned("codec"),    interned("momentum"),   interned("seed")};
+    ours = {group_type.release().ptr(), module.release().ptr(), ops.release().ptr(),
+            algorithms.release().ptr(), work_type.release().ptr()};
+  });
   m.def("set_compressions_of_short_way",
         [](py::tuple compressions) { own_compressions = compressions.release().ptr(); });
   m.def("short_way_first", &short_way_first);

@@ -382,6 +382,7 @@ py::list algorithms_with(bool (*property)(Algorithm)) {
 
 PYBIND11_MODULE(_C, m) {
   py::register_local_exception_translator(translate);  // torch may share our pybind11 internals
+  bind_dense_tensor(m);
   bind_fast_call(m);
   bind_codec(m);
   bind_crossing(m);
@@ -393,6 +394,7 @@ PYBIND11_MODULE(_C, m) {
   bind_cuda(m);
   bind_mem_pool(m);
   bind_optim(m);
+  bind_step_description(m);
   bind_sharded(m);
   m.attr("dtypes") = numbers<DType>();
   m.attr("elements") = element_names();

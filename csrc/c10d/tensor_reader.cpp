@@ -67,7 +67,57 @@ bool record_stream(PyObject* object, std::uintptr_t& stream) {
   }
 }
 
-constexpr TensorReader kReader{watched, view, release, increment_version, record_stream};
+// Hundreds of tensors are described in a step, so this reads torch's fields, without calls to torch.
+bool describe_tensor(const at::Tensor& tensor, TensorDescription& description) {
+  c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  const c10::Device device = impl->device();
+  const c10::Storage& storage = impl->unsafe_storage();
+  if (impl->layout() != c10::kStrided || !storage || !(device.is_cpu() || device.is_cuda())) {
+    return false;
+  }
+  // Its own memory, also if the tensor has shared a copy so far.
+  void* const memory = storage.unsafeGetStorageImpl()->mutable_data();
+  // A wrapper, whose elements are in other tensors.
+  if (memory == nullptr && impl->key_set().has(c10::DispatchKey::Python)) return false;
+  const c10::ScalarType type = c10::typeMetaToScalarType(impl->dtype());
+  const c10::IntArrayRef shape = impl->sizes();
+  const auto size = static_cast<std::int64_t>(c10::elementSize(type));
+  description.data = static_cast<std::byte*>(memory) + impl->storage_offset() * size;
+  if (memory == nullptr || impl->numel() == 0) description.data = nullptr;
+  description.shape = shape.data();
+  description.strides = impl->strides().data();
+  description.version = impl->is_inference() ? -1 : impl->version_counter().current_version();
+  description.dims = static_cast<std::int32_t>(shape.size());
+  description.device = device.is_cpu() ? std::int16_t{-1} : std::int16_t{device.index()};
+  description.type = static_cast<std::int8_t>(type);
+  description.negated = impl->is_neg();
+  return true;
+}
+
+bool describe(PyObject* object, TensorDescription& description) {
+  try {
+    return describe_tensor(THPVariable_Unpack(object), description);
+  } catch (...) {
+    return false;
+  }
+}
+
+bool describe_grad(PyObject* object, TensorDescription& description, void*& memory) {
+  try {
+    const at::Tensor& grad = THPVariable_Unpack(object).grad();
+    if (!grad.defined()) return true;
+    if (!describe_tensor(grad, description)) return false;
+    c10::StorageImpl* const storage = grad.storage().unsafeGetStorageImpl();
+    c10::raw::intrusive_ptr::incref(storage);
+    memory = storage;
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+constexpr TensorReader kReader{watched,       view,     release,      increment_version,
+                               record_stream, describe, describe_grad};
 
 }  // namespace
 

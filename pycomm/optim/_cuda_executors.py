@@ -24,14 +24,17 @@ class OnCuda:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._tables: list[Table] = []
         self._first: list[int] = []  # the number of each table's first segment
+        self._edition = 0  # of the tables
 
     def is_for(self, device: torch.device, stream: int) -> bool:
         """True if it runs on a stream of a device; the default streams of all devices are 0."""
         return (self._device, self._stream) == (device, stream)
 
-    def hold(self, tables: list[Table]) -> None:
-        """Prepares for a step of these tables."""
-        self._tables = tables
+    def hold(self, tables: list[Table], edition: int = 0) -> None:
+        """Prepares for a step of these tables; another edition of them has other words."""
+        if self._tables is tables and self._edition == edition:
+            return
+        self._tables, self._edition = tables, edition
         counts = (len(words) // _C.segment_words for _, words in tables)
         self._first = list(itertools.accumulate(counts, initial=0))
         if not tables:
@@ -102,11 +105,11 @@ def rate_on_device(lr: float | torch.Tensor | None) -> torch.Tensor | None:
     return lr if lr.dtype in (torch.float32, torch.float64) else lr.double()
 
 
-def executor(device: torch.device, tables: list[Table], last: object) -> OnCuda:
+def executor(device: torch.device, tables: list[Table], last: object, edition: int = 0) -> OnCuda:
     """The executor for these tables; it reuses `last`, from the last step, if possible."""
     stream = torch.cuda.current_stream(device).cuda_stream
     if type(last) is not OnCuda or not last.is_for(device, stream) or is_capturing(device):
         # A captured graph writes its own table in each replay, which no later step can change.
         last = OnCuda(device, stream)
-    last.hold(tables)
+    last.hold(tables, edition)
     return last

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm._training.parameters import part_of
-from pycomm.optim import _checkpoint
 from pycomm.optim._states import StatefulOptimizer
 from pycomm.optim._storage import State
 from pycomm.optim.flat import Buffers
@@ -111,6 +110,8 @@ class DividedOptimizer(StatefulOptimizer):
             group: the new group.
             owners: its ranks, by their numbers in the division.
         """
+        from pycomm.optim import _checkpoint
+
         replicas, held, self.in_step = self._replicas, self._parts(), False
         if replicas is None or not held:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -72,11 +73,32 @@ class Row:
         )
         if part is not None:
             self.words.append(param.numel())
-        self._key = _key(local(param), grad, state, group, names, stream)
+        self._options = (*row_options(group, names), stream)
+        self._address = grad.data_ptr()
+        self.description = _C.RowDescription(local(param), grad, state)
 
-    def is_of(self, param: torch.Tensor, grad: torch.Tensor, *rest: Any) -> bool:
-        """True if the row still describes these arguments of the constructor."""
-        return self._key == _key(local(param), grad, *rest)
+    def is_of(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: Mapping[str, Any],
+        group: Group,
+        names: tuple[str, ...],
+        stream: int,
+    ) -> bool:
+        """True if the row describes these arguments of the constructor.
+
+        A gradient of the whole parameter may have moved, which the row then follows.
+        """
+        same = self._options == (*row_options(group, names), stream)
+        if not (same and self.description.fits(local(param), grad, state)):
+            return False
+        address = grad.data_ptr()
+        if address != self._address and self.part is not None:
+            return False
+        if address != self._address:
+            self._address = self.words[1] = address
+        return True
 
     def add_to(self, table: array[int]) -> None:
         """Adds the row's words for this step."""
@@ -85,29 +107,9 @@ class Row:
             table.append(not self.part.waits_for_step(self.param))
 
 
-def _key(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    state: Mapping[str, Any],
-    group: Group,
-    names: tuple[str, ...],
-    stream: int,
-) -> tuple[Any, ...]:
-    """A key that changes if the row must be made anew."""
-    # This runs for hundreds of parameters in every step, so it is kept fast.
-    if grad.layout != torch.strided:
-        return ()
-    return (
-        *(param.data_ptr(), param.shape, param.stride(), param.dtype),
-        *(grad.data_ptr(), grad.shape, grad.stride(), grad.dtype, grad.is_neg()),
-        *state,
-        *[_place(value) for value in state.values()],
-        *(group["states"], group["master_weights"], names, stream, divisions()),
-    )
-
-
-def _place(value: object) -> int:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else id(value)
+def row_options(group: Group, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """What a group's rows depend on, apart from tensors."""
+    return group["states"], group["master_weights"], names, divisions()
 
 
 def one_division(optimizer: str, rows: Iterable[Row], has_dtensors: bool) -> Shards | None:
@@ -136,10 +138,65 @@ def one_division(optimizer: str, rows: Iterable[Row], has_dtensors: bool) -> Sha
     return shards
 
 
-# Steps on this process's threads. _cuda_executors.py has steps on a CUDA device.
-
 # A group and its segments, as integers.
 Table = tuple[Group, "array[int]"]
+
+
+@dataclass
+class Prepared:
+    """What a step runs on; the next step uses it again if nothing has changed.
+
+    Attributes:
+        tables: the table of each group that has gradients.
+        rows: all rows in them.
+        params: their parameters.
+        grads: their gradients, which must stay alive until the step has run.
+        device: the parameters' device.
+        shards: the shards of the parameters, if a wrapper shards them.
+        options: the options of all groups that tables depend on.
+        is_settled: True if the step before had the same rows, and no other rank has a part of it.
+        description: what the tables were made from; None if the next step makes new ones.
+    """
+
+    tables: list[Table]
+    rows: list[Row]
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    device: torch.device
+    shards: Shards | None
+    options: list[tuple[Any, ...]]
+    is_settled: bool
+    description: _C.StepDescription | None = None
+
+    @property
+    def edition(self) -> int:
+        """A number that changes with the words of the tables."""
+        return 0 if self.description is None else self.description.edition
+
+    def describe(self, params: list[torch.Tensor], states: Mapping[torch.Tensor, Any]) -> None:
+        """Describes the tensors of the tables after a step, so that the next one compares them.
+
+        Args:
+            params: all parameters of the optimizer.
+            states: its states.
+        """
+        from pycomm._runtime.c10d import tensor_reader
+
+        _C.set_tensor_reader(tensor_reader)
+        known = {id(row.param): row for row in self.rows}
+        rows = [known.get(id(param)) for param in params]
+        self.description = _C.StepDescription(
+            params,
+            [None if row is None else row.description for row in rows],
+            [row is not None and row.holds_weights for row in rows],
+            [words for _, words in self.tables],
+            states,
+        )
+        self.grads = []
+
+
+# Steps on this process's threads. _cuda_executors.py has steps on a CUDA device.
+
 # Addresses of the gradients' scale, of the flag for gradients that are not finite, and of the clip
 # factor; 0 for a missing number.
 Control = tuple[int, int, int]

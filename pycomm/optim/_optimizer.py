@@ -17,7 +17,7 @@ from pycomm._training.optimizers import register
 from pycomm._training.parameters import part_of
 from pycomm.optim import _executors, _options, _storage
 from pycomm.optim._divided import DividedOptimizer
-from pycomm.optim._executors import OnCpu, Row, Table, one_division
+from pycomm.optim._executors import OnCpu, Prepared, Row, Table, one_division
 from pycomm.optim._options import Group, Options
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class FusedOptimizer(DividedOptimizer):
     grad_norm: torch.Tensor | None = None
 
     _on_cuda: OnCuda | OnCudaShards | None = None
+    _last: Prepared | None = None  # of the last step, if the next one may use it
     _found: torch.Tensor | None = None  # the `found_inf` that the last step has made
     _mesh_norms: MeshNorms | None = None  # with DTensors
 
@@ -53,6 +54,7 @@ class FusedOptimizer(DividedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See :class:`StatefulOptimizer`."""
         super().__setstate__(state)
+        self._last = None
         register(self)
 
     # Defined by each optimizer, with _state_names().
@@ -114,35 +116,23 @@ class FusedOptimizer(DividedOptimizer):
             from pycomm.optim import _offload
 
             _offload.prepare(self)
-        tables, rows, grads = self._tables()
-        if not rows and not self._has_dtensors:
+        prepared = self._unchanged() or self._prepared()
+        if prepared is None:
             self._compare_with_others()
             return
-        params = [row.param for row in rows]
-        device = _options.one_device(type(self).__name__, params or self._params())
-        shards = one_division(type(self).__name__, rows, self._has_dtensors)
-        self.in_step = shards is not None and shards.replicates
-        if self._replicate(shards):
-            tables, rows, grads = self._tables()
-        steps: OnCpu | OnCuda | OnCpuShards | OnCudaShards
-        if shards is not None:
-            from pycomm.optim._shard_executors import shard_executor
+        try:
+            self._run(prepared)
+        finally:
+            if prepared.description is not None:
+                prepared.description.let_go()
 
-            steps = shard_executor(device, tables, shards, self._on_cuda)
-        elif device.type == "cuda" and self._offloaded is not None:
-            numbers = [self.state[row.param]["step"] for row in rows]
-            steps = self._offloaded.executor(tables, numbers, self._on_cuda)
-        elif device.type == "cpu":
-            steps = OnCpu(tables)
-        else:
-            from pycomm.optim._cuda_executors import executor
-
-            steps = executor(device, tables, self._on_cuda)
-        if not isinstance(steps, OnCpu) and not _executors.is_capturing(device):
-            self._on_cuda = steps
+    def _run(self, prepared: Prepared) -> None:
+        """Takes a step that has been prepared."""
+        device, shards, rows = prepared.device, prepared.shards, prepared.rows
+        steps = self._executor(prepared)
         # Everything that can raise comes before the first group changes.
         _options.check_max_norm(self.max_norm)
-        settings = [self._settings(group, steps.rate(group["lr"])) for group, _ in tables]
+        settings = [self._settings(group, steps.rate(group["lr"])) for group, _ in prepared.tables]
         scale = _executors.attribute(self, "grad_scale", device)
         found = _executors.attribute(self, "found_inf", device)
         if found is self._found:  # set by an earlier step
@@ -157,21 +147,60 @@ class FusedOptimizer(DividedOptimizer):
             self.found_inf = self._found = found = steps.scalar()
         clip = None if self.max_norm is None else steps.scalar()
         step = _executors.Step(
-            settings, scale, found, clip, self.max_norm, sets_found, params, grads
+            settings,
+            scale,
+            found,
+            clip,
+            self.max_norm,
+            sets_found,
+            prepared.params,
+            prepared.grads,
         )
         if self._has_dtensors and step.measures:
             self.grad_norm, step = self._measure(device, rows, step)
         if self._adapts_dtensors:
-            self._adapt(tables, rows, step)
+            self._adapt(prepared.tables, rows, step)
         with contextlib.nullcontext() if self._replicas is None else self._replicas.step():
             norm = steps.run(step)
         if norm is not None:
             self.grad_norm = norm
-        torch.autograd.graph.increment_version(params)
-        if shards is not None:
-            shards.end_step(params)
+        self._conclude(prepared)
+
+    def _conclude(self, prepared: Prepared) -> None:
+        """Notes what a step has written, and what the next one may use again."""
+        if prepared.description is not None:
+            prepared.description.end()
+            self._edits.note_steps(prepared.description)
+            return
+        torch.autograd.graph.increment_version(prepared.params)
+        if prepared.shards is not None:
+            prepared.shards.end_step(prepared.params)
         self.in_step = False
-        self._edits.note(row.own for row in rows if row.holds_weights)
+        self._edits.note(row.own for row in prepared.rows if row.holds_weights)
+        if prepared.is_settled:
+            prepared.describe(self._params(), self.state)
+            self._last = prepared
+
+    def _executor(self, prepared: Prepared) -> OnCpu | OnCuda | OnCpuShards | OnCudaShards:
+        """What the step runs on."""
+        device, tables, shards = prepared.device, prepared.tables, prepared.shards
+        steps: OnCpu | OnCuda | OnCpuShards | OnCudaShards
+        if shards is not None:
+            from pycomm.optim._shard_executors import shard_executor
+
+            steps = shard_executor(device, tables, shards, self._on_cuda)
+        elif device.type == "cuda" and self._offloaded is not None:
+            numbers = [self.state[param]["step"] for param in prepared.params]
+            steps = self._offloaded.executor(tables, numbers, self._on_cuda)
+        elif device.type == "cpu":
+            steps = OnCpu(tables)
+        else:
+            from pycomm.optim._cuda_executors import executor
+
+            steps = executor(device, tables, self._on_cuda, prepared.edition)
+        if not isinstance(steps, OnCpu) and not _executors.is_capturing(device):
+            self._on_cuda = steps
+        return steps
 
     def _measure(
         self, device: torch.device, rows: list[Row], step: _executors.Step
@@ -222,6 +251,46 @@ class FusedOptimizer(DividedOptimizer):
             steps.run(_executors.Step([], None, None, None, None, False, [], []))
 
     # The tables of a step.
+
+    def _unchanged(self) -> Prepared | None:
+        """The last step's tables, if nothing has changed but the places of gradients."""
+        last, self._last = self._last, None
+        if last is None or last.description is None or last.options != self._row_options():
+            return None
+        groups = [group["params"] for group in self.param_groups]
+        if last.description.begin(groups, self.state):
+            self._last = last
+        return self._last
+
+    def _row_options(self) -> list[tuple[Any, ...]]:
+        return [
+            (id(group), *_executors.row_options(group, self._state_names(group)))
+            for group in self.param_groups
+        ]
+
+    def _prepared(self) -> Prepared | None:
+        """New tables; None without a gradient."""
+        before = self._rows.copy()
+        tables, rows, grads = self._tables()
+        if not rows and not self._has_dtensors:
+            return None
+        params = [row.param for row in rows]
+        device = _options.one_device(type(self).__name__, params or self._params())
+        shards = one_division(type(self).__name__, rows, self._has_dtensors)
+        self.in_step = shards is not None and shards.replicates
+        if self._replicate(shards):
+            tables, rows, grads = self._tables()
+        plain = shards is None and not self._has_dtensors and self.offload is None
+        return Prepared(
+            tables,
+            rows,
+            params,
+            grads,
+            device,
+            shards,
+            self._row_options(),
+            is_settled=plain and all(before.get(id(row.param)) is row for row in rows),
+        )
 
     def _tables(self) -> tuple[list[Table], list[Row], list[torch.Tensor]]:
         """Each group's table, all rows in them, and their gradients.

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from pycomm import _C
 from pycomm._inputs import is_dtensor, local
 from pycomm._runtime import host
 from pycomm._runtime.torch_private import not_compiled
 from pycomm._training.parameters import divisions, part_of
-from pycomm.optim import _checkpoint, _executors, _options, _storage
+from pycomm.optim import _executors, _options, _storage
 from pycomm.optim._executors import Row, is_capturing
 from pycomm.optim._options import Group, Options
 from pycomm.optim._storage import MASTER, REMAINDER, State, is_rounded
@@ -20,6 +21,7 @@ from pycomm.optim.flat import Buffers
 
 if TYPE_CHECKING:
     from pycomm._training.shards import Part, Shards
+    from pycomm.optim import _checkpoint
     from pycomm.optim._offload import OffloadedStates
     from pycomm.optim._replicas import ReplicatedStates
 
@@ -36,8 +38,8 @@ class ExternalWrites:
     """
 
     def __init__(self) -> None:
-        # Each parameter's version and address, after its last step.
-        self._seen: dict[torch.Tensor, tuple[int, int]] = {}
+        self._marks: dict[torch.Tensor, tuple[int, int]] = {}
+        self._steps: _C.StepDescription | None = None  # has newer marks
         self._changed: set[torch.Tensor] = set()  # states were adapted after that step
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
@@ -45,6 +47,18 @@ class ExternalWrites:
         for param in params:
             self._seen[param] = _mark(param)
             self._changed.discard(param)
+
+    def note_steps(self, steps: _C.StepDescription) -> None:
+        """Records that parameters agree with their states, now and after its further steps."""
+        self._steps = steps
+
+    @property
+    def _seen(self) -> dict[torch.Tensor, tuple[int, int]]:
+        """Each parameter's version and address, after its last step."""
+        if self._steps is not None:
+            self._marks.update(self._steps.marks())
+            self._steps = None
+        return self._marks
 
     def forget(self, param: torch.Tensor) -> None:
         """Forgets the version of a resharded parameter or part, to free its memory."""
@@ -272,6 +286,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 that divides them. On the others ``"state"`` is empty, and :meth:`load_state_dict`
                 refuses such a checkpoint. By default all get the states.
         """
+        from pycomm.optim import _checkpoint
+
         if format not in ("pycomm", "torch"):
             raise ValueError(f"format must be pycomm or torch, got {format!r}")
         self._check_shared()
@@ -295,6 +311,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Args:
             model: the model, or its wrapper, that has this optimizer's parameters.
         """
+        from pycomm.optim import _checkpoint
+
         self._check_shared()
         self._complete_exchanges()
         self._make_missing_states()
@@ -348,6 +366,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             ValueError: the checkpoint is from another kind of optimizer or from other parameters,
                 or its states are on another rank.
         """
+        from pycomm.optim import _checkpoint
+
         before, hooks = self.__dict__.copy(), self._optimizer_load_state_dict_pre_hooks
         state_dict = state_dict.copy()
         for hook in hooks.values():
@@ -408,6 +428,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _unseal(self) -> None:
         """Adopts the states that are being loaded, or none of them if one is refused."""
+        from pycomm.optim import _checkpoint
+
         sealed = {
             key: s.state for key, s in self.state.items() if isinstance(s, _checkpoint.Sealed)
         }
@@ -471,6 +493,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         If the states are of a part, all ranks must call this.
         """
+        from pycomm.optim import _checkpoint
+
         self._check_param(param)
         self._check_options(group)
         state: Any = self._own_state(param)
