@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 void launch_topk_exchange(const CodedLaunch& coded, cudaStream_t stream) {
-  TopkLaunch launch{coded, 0, false, nullptr};
+  TopkLaunch launch{coded};
   launch_topk_selection(launch, false, stream);
   launch_topk_lists(launch, stream);
   visit_compressible(launch.ranks[0].operation.dtype, [&](auto element) {

@@ -14,8 +14,9 @@
 namespace pycomm::cuda {
 namespace {
 
-std::int64_t zeroed_bytes(const Codec& codec) {
-  return codec.kind == CodecKind::topk ? TopkScratch::kZeroed : sizeof(std::uint32_t);
+std::int64_t zeroed_bytes(const Operation& operation) {
+  return operation.codec.kind == CodecKind::topk ? TopkScratch::zeroed_bytes(operation.count)
+                                                 : sizeof(std::uint32_t);
 }
 std::int64_t scratch_bytes(const Operation& operation, int ranks, bool exchange) {
   if (operation.codec.kind != CodecKind::topk) return 0;
@@ -30,7 +31,7 @@ struct Space {
   explicit Space(const std::vector<Part>& parts) {
     zeroed = round_up(static_cast<std::int64_t>(parts.size() * sizeof(PartRow)), 256);
     std::int64_t bytes = 0;
-    for (const Part& part : parts) bytes += zeroed_bytes(part.operation.codec);
+    for (const Part& part : parts) bytes += zeroed_bytes(part.operation);
     scratch = zeroed + round_up(bytes, 256);
   }
 };
@@ -51,7 +52,7 @@ std::vector<PartRow> rows_of(const RankLaunch& rank, const Bucket& bucket, int r
     row.output = static_cast<std::byte*>(part.output);
     row.blocks = blocks_for(ceil_div(part.operation.count, kBlockElements), kPerProcessor, device);
     first_block += row.blocks;
-    zeroed += zeroed_bytes(part.operation.codec);
+    zeroed += zeroed_bytes(part.operation);
     scratch += scratch_bytes(part.operation, ranks, rank.windows != nullptr);
     lists += most_list_bytes(part.operation, ranks);
     rows.push_back(row);

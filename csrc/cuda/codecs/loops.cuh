@@ -57,6 +57,17 @@ __device__ void store_octet(T* to, const Octet<T>& octet, int n) {
   }
 }
 
+// The larger magnitude, or NaN.
+__device__ inline float larger(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(std::fabs(a)), "f"(std::fabs(b)));
+  return most;
+#else
+  return std::fabs(magnitude(a) > magnitude(b) ? a : b);
+#endif
+}
+
 // The largest over `width` neighbouring threads, a power of two.
 __device__ inline std::uint32_t largest_of(std::uint32_t value, int width) {
   for (int step = 1; step < width && step < 32; step *= 2) {

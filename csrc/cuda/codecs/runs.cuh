@@ -97,17 +97,6 @@ __device__ bool store_decoded(const CodedRun<Codec, blocks>& run, T* to) {
   return finite;
 }
 
-// The larger magnitude, or NaN.
-__device__ inline float larger(float a, float b) {
-#if defined(__CUDA_ARCH__)
-  float most;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(std::fabs(a)), "f"(std::fabs(b)));
-  return most;
-#else
-  return std::fabs(magnitude(a) > magnitude(b) ? a : b);
-#endif
-}
-
 // The largest magnitude() of each block, by all lanes.
 __device__ inline void find_largest(const Run<float>& v, std::uint32_t (&largest)[kRunBlocks]) {
 #pragma unroll

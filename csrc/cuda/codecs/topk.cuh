@@ -17,9 +17,10 @@
 namespace pycomm::cuda {
 
 struct TopkLaunch : CodedLaunch {
-  int digit;        // the digit that is counted
-  bool sums;        // true: select among the sums of this rank's region; false: in the tensor
-  std::byte* wire;  // without a window: where the list goes, after its header
+  int digit = 0;         // the digit that is counted,
+  bool samples = false;  // in the sample, or else among the candidates
+  bool sums = false;     // true: select among the sums of this rank's region; false: in the tensor
+  std::byte* wire = nullptr;  // without a window: where the list goes, after its header
 };
 
 // The entries of a list that are kept: all above a magnitude, and those equal to it up to an index.
@@ -34,31 +35,68 @@ struct Cut {
 
 // What one pass over all values finds.
 struct Found {
-  std::uint32_t above;    // values larger than the floor
-  std::uint32_t equal;    // values that are equal to it
-  std::uint32_t largest;  // the largest magnitude()
+  std::uint32_t floor;    // larger values are candidates
+  std::uint32_t above;    // how many there are
+  std::uint32_t equal;    // values that are equal to the floor
+  std::uint32_t largest;  // the largest magnitude(); 0x7fffffff if there is a NaN
   std::uint32_t used;     // not zero: an element of the tensor is not
+};
+
+// The search for the smallest magnitude among the largest of some values, digit by digit. Each kernel
+// that counts a digit, or needs the result, first decides the digit before.
+struct DigitSearch {
+  struct Step {
+    std::uint32_t prefix;  // the digits that are decided
+    std::uint32_t left;    // how many values with these digits are taken; 0: there are too few
+  };
+  Step steps[kDigits];
+  std::uint32_t bins[digit_bins(0) + digit_bins(1) + digit_bins(2)];
+
+  PYCOMM_HD std::uint32_t* of(int digit) {
+    return bins + (digit > 0 ? digit_bins(0) : 0) + (digit > 1 ? digit_bins(1) : 0);
+  }
+
+  // What the first `digits` digits are. All threads of the block call it together; one `stores` the step.
+  __device__ Step decide(int digits, std::uint32_t wanted, bool stores) {
+    Step step = digits < 2 || wanted == 0 ? Step{0, wanted} : steps[digits - 2];
+    if (digits == 0 || step.left == 0) return step;
+    const int count = digit_bins(digits - 1);
+    std::uint32_t bin = 0;
+    if (!pick_bin(of(digits - 1), count, step.left, bin)) return {};
+    step.prefix = digits == 1 ? bin : step.prefix * count + bin;
+    if (stores) steps[digits - 1] = step;
+    return step;
+  }
+};
+
+// What a warp loads at once: so many octets per lane.
+inline constexpr int kOctets = 4;
+inline constexpr std::int64_t kStretch = 32 * kOctets * kOctet;
+
+struct Candidate {
+  float value;
+  std::uint32_t index;
+};
+
+// Of a section of neighbouring values.
+struct Tally {
+  std::uint32_t listed;  // candidates, even if they have no slots
+  std::uint32_t above;   // entries that are larger than the smallest one that is taken
+  std::uint32_t equal;   // values that are as large
 };
 
 // Device memory of one part: what must be zero at the start, and the rest.
 struct TopkScratch {
-  static constexpr int kBins = digit_bins(0) + digit_bins(1) + digit_bins(2);
-  static constexpr std::int64_t kZeroed = 2 * (kBins * 4 + sizeof(Found));
-  static constexpr std::int64_t kMostSamples = 32768;
+  static constexpr std::int64_t kMostSamples = std::int64_t{1} << 18, kMostSections = 8192;
 
-  std::uint32_t* histograms;  // those of the tensor, then those of the sums
-  Found* found;               // in the tensor, then in the sums
-  std::uint32_t* floor;       // larger values are candidates
-  std::uint32_t* samples;     // magnitudes
-  std::uint32_t* ties;        // how many entries of exactly the smallest magnitude are taken
-  std::uint32_t* keep;        // not zero: residuals stay unchanged
-  std::uint32_t* above;       // per tile: larger entries in the tiles before it
-  std::uint32_t*
-      equal;  // per tile: entries of exactly the smallest magnitude in the tiles before it
-  std::uint32_t* listed;  // per tile: how many candidates it has, even if they have no slots
-  float* candidates;      // per tile: slots for their values, and for their places in the tile
-  std::uint16_t* places;
-  std::int64_t slots;      // of a tile
+  Found* found;                    // in the tensor, then in the sums
+  DigitSearch* candidates_search;  // likewise
+  DigitSearch* sample_search;      // likewise
+  std::uint32_t* keep;             // not zero: residuals stay unchanged
+  Tally* tallies;                  // per section
+  Candidate* candidates;           // in order of sections, `slots` for each stretch
+  std::int64_t slots;
+  std::uint32_t* before;   // per tile: selected entries in the tiles before it
   Cut* cuts;               // per owner: which entries of its list are kept
   std::uint32_t* entries;  // per owner: how many entries are kept
   std::uint32_t* begins;   // per chunk: its first entry in its owner's list
@@ -70,25 +108,21 @@ struct TopkScratch {
 
   PYCOMM_HD TopkScratch(std::byte* zeroed, std::byte* rest, std::int64_t n, std::int64_t k,
                         int ranks, bool exchange)
-      : histograms(reinterpret_cast<std::uint32_t*>(zeroed)),
-        found(reinterpret_cast<Found*>(histograms + 2 * kBins)) {
+      : found(reinterpret_cast<Found*>(zeroed)),
+        candidates_search(reinterpret_cast<DigitSearch*>(found + 2)),
+        sample_search(candidates_search + 2) {
     auto at = reinterpret_cast<std::uintptr_t>(rest);
     const auto take = [&at](std::int64_t words) {
       const std::uintptr_t begin = at;
       at += static_cast<std::uintptr_t>(round_up(words * 4, 256));
       return reinterpret_cast<std::uint32_t*>(begin);
     };
-    const std::int64_t tiles = ceil_div(n, kBlockElements) + 1, chunks = topk_chunks(n);
+    const std::int64_t chunks = topk_chunks(n);
     slots = slots_of(n, k);
-    floor = take(1);
-    samples = take(samples_of(n));
-    ties = take(1);
     keep = take(1);
-    above = take(tiles);
-    equal = take(tiles);
-    listed = take(tiles);
-    candidates = reinterpret_cast<float*>(take(tiles * slots));
-    places = reinterpret_cast<std::uint16_t*>(take(tiles * slots / 2));
+    tallies = reinterpret_cast<Tally*>(take(3 * most_sections(n)));
+    candidates = reinterpret_cast<Candidate*>(take(ceil_div(n, kStretch) * slots * 2));
+    before = take(ceil_div(n, kBlockElements) + 1);
     cuts = reinterpret_cast<Cut*>(take(2 * ranks));
     entries = take(ranks);
     begins = take(chunks);
@@ -99,10 +133,14 @@ struct TopkScratch {
     bytes = static_cast<std::int64_t>(at - reinterpret_cast<std::uintptr_t>(rest));
   }
 
-  // Whole octets, and not more than a quarter of the values.
+  PYCOMM_HD static std::int64_t zeroed_bytes(std::int64_t n) {
+    const std::int64_t searches = samples_of(n) == 0 ? 2 : 4;
+    return 2 * sizeof(Found) + searches * static_cast<std::int64_t>(sizeof(DigitSearch));
+  }
+  // Whole octets; none of a tensor that takes no longer than its sample would.
   PYCOMM_HD static std::int64_t samples_of(std::int64_t n) {
-    if (n <= kMostSamples) return 0;
-    const std::int64_t some = n / 4 / kOctet * kOctet;
+    if (n <= kTopkChunk) return 0;
+    const std::int64_t some = n / 32 / kOctet * kOctet;
     return some < kMostSamples ? some : kMostSamples;
   }
   // The i-th octet of the sample: one in each of as many equal ranges, at random, so that no period in
@@ -113,11 +151,14 @@ struct TopkScratch {
     const std::uint32_t hash = static_cast<std::uint32_t>(i) * 2654435769u;
     return begin + static_cast<std::int64_t>(std::uint64_t{hash} * (end - begin) >> 32);
   }
-  // Several times as many as a tile needs if large values are spread evenly.
+  PYCOMM_HD static std::int64_t most_sections(std::int64_t n) {
+    const std::int64_t stretches = ceil_div(n, kStretch);
+    return stretches < 1 ? 1 : stretches < kMostSections ? stretches : kMostSections;
+  }
+  // Several times as many as a stretch needs if large values are spread evenly.
   PYCOMM_HD static std::int64_t slots_of(std::int64_t n, std::int64_t k) {
-    const std::int64_t even = n == 0 ? 0 : ceil_div(k * kBlockElements, n);
-    const std::int64_t most = round_up(4 * even + 64, kOctet);
-    return most < kBlockElements ? most : kBlockElements;
+    const std::int64_t even = n == 0 ? 0 : ceil_div(k * kStretch, n), most = 4 * even + 8;
+    return most < kStretch ? most : kStretch;
   }
 };
 
@@ -151,10 +192,9 @@ struct TopkBlock {
     return region(me.rank).chunk(p / kTopkChunk).begin + p % kTopkChunk;
   }
 
-  // The number of selected entries before a chunk.
+  // The number of selected entries before a tile, and before a chunk of a tensor with `of` elements.
   __device__ std::int64_t entries_before_tile(std::int64_t tile) const {
-    const std::uint32_t equal = scratch.equal[tile], ties = *scratch.ties;
-    return scratch.above[tile] + (equal < ties ? equal : ties);
+    return scratch.before[tile];
   }
   __device__ std::int64_t entries_before_chunk(std::int64_t chunk, std::int64_t of) const {
     const std::int64_t tile = chunk * (kTopkChunk / kBlockElements),
@@ -206,11 +246,14 @@ struct Selector {
   float limit;  // no value exceeds it unless there is an overflow
   std::int64_t n;
   std::uint32_t k;
-  std::uint32_t* histograms;
   Found& found;
+  DigitSearch& search;
 
   __device__ explicit Selector(const TopkBlock& of)
-      : block(of), found(of.scratch.found[of.launch.sums ? 1 : 0]) {
+      : block(of),
+        found(of.scratch.found[of.launch.sums ? 1 : 0]),
+        search((of.launch.samples ? of.scratch.sample_search
+                                  : of.scratch.candidates_search)[of.launch.sums ? 1 : 0]) {
     const TopkRegion mine = of.region(of.me.rank);
     const bool sums = of.launch.sums;
     x = sums ? reinterpret_cast<const T*>(of.scratch.sums)
@@ -222,13 +265,25 @@ struct Selector {
     limit = largest_safe(of.me.operation, of.ranks());
     n = sums ? mine.elements() : of.n();
     k = static_cast<std::uint32_t>(sums ? mine.share(of.codec.k) : of.codec.k);
-    histograms = of.scratch.histograms + (sums ? TopkScratch::kBins : 0);
   }
 
   __device__ std::int64_t tiles() const { return ceil_div(n, kBlockElements); }
+  __device__ bool feeds() const { return residual != nullptr || velocity != nullptr; }
 
-  // Loads this thread's eight elements of a tile, zeros beyond the end, and their new velocity if there
-  // is one. Returns true if an element of x is not zero.
+  __device__ float accelerate(float v, float speed) const {
+    return accelerated(speed, momentum, v, scaling.scale);
+  }
+  __device__ float feed(float v, float kept) const {
+    return limited(contribution(v, kept, scaling.scale), limit);
+  }
+  __device__ float value(std::int64_t i) const {
+    float v = load(x[i]);
+    if (velocity != nullptr) v = accelerate(v, velocity[i]);
+    return residual == nullptr ? v : feed(v, residual[i]);
+  }
+
+  // Loads eight neighbours, zeros beyond the end, and their new velocity if there is one. Returns true
+  // if an element of x is not zero.
   __device__ bool load_values(std::int64_t start, float* v, float* faster = nullptr) const {
     const int count = octet_count(n - start);
     const Octet<T> octet = load_octet(x + start, count);
@@ -242,16 +297,14 @@ struct Selector {
       const Octet<float> speed = load_octet(velocity + start, count);
 #pragma unroll
       for (int i = 0; i < kOctet; ++i) {
-        v[i] = accelerated(speed.element[i], momentum, v[i], scaling.scale);
+        v[i] = accelerate(v[i], speed.element[i]);
         if (faster != nullptr) faster[i] = v[i];
       }
     }
     if (residual != nullptr) {
       const Octet<float> kept = load_octet(residual + start, count);
 #pragma unroll
-      for (int i = 0; i < kOctet; ++i) {
-        v[i] = limited(contribution(v[i], kept.element[i], scaling.scale), limit);
-      }
+      for (int i = 0; i < kOctet; ++i) v[i] = feed(v[i], kept.element[i]);
     }
     // An infinite scale turns the padding beyond the end into NaN.
 #pragma unroll
@@ -260,29 +313,9 @@ struct Selector {
   }
 
   // True if the sample has misled: the floor is too high, so candidates are not enough.
-  __device__ bool misled() const {
-    return *block.scratch.floor != 0 && found.above + found.equal < k;
-  }
+  __device__ bool misled() const { return found.floor != 0 && found.above + found.equal < k; }
   // True if all candidates are taken, and then the first of those that are equal to the floor.
   __device__ bool takes_all() const { return found.above < k && !misled(); }
-
-  // From the first `digits` digits: the leading bits of the smallest magnitude that is taken, and how
-  // many entries with these bits are taken. Returns false if it needs no digits.
-  __device__ bool threshold(int digits, std::uint32_t& least, std::uint32_t& ties) const {
-    least = k == 0 ? 0xffffffffu : takes_all() ? *block.scratch.floor : 0;
-    ties = least == 0 || k == 0 ? 0 : k - found.above;
-    if (k == 0 || takes_all()) return false;
-    const std::uint32_t* bins = histograms;
-    std::uint32_t prefix = 0, left = k, bin = 0;
-    for (int digit = 0; digit < digits; ++digit) {
-      if (!pick_bin(bins, digit_bins(digit), left, bin)) return false;
-      prefix = digit == 0 ? bin : prefix * digit_bins(digit) + bin;
-      bins += digit_bins(digit);
-    }
-    least = prefix;
-    ties = left;
-    return true;
-  }
 };
 
 // Where a block keeps the encoded indices of one chunk.

@@ -1,185 +1,128 @@
 // Exact selection of the k largest of n values, mostly in one pass over them.
 //
-//   1. sample: a sample gives a floor: a magnitude that more than k values exceed, but not many more.
-//   2. collect: the pass. The values above the floor are candidates. Each tile of 4096 values has a list
-//      of its own for them, so that blocks need no common counter. Also counts the candidates, and the
-//      values equal to the floor.
-//   3. count, for each of the three digits of a magnitude, highest first: a histogram of the candidates.
-//      Together they give the smallest magnitude that is taken, and how many of exactly that size.
-//   4. tally, scan: count both per tile, form prefix sums over tiles.
-//   5. write: each selected entry to its position. Entries are in index order, so of equal ones the first
-//      are taken.
+//   1. count the sample, for each of the three digits of a magnitude, highest first: histograms give a
+//      floor, a magnitude that more than k values exceed, but not many more.
+//   2. collect: the pass. The values above the floor are candidates. Each warp takes neighbouring
+//      values, a section, and lists its candidates in order, so that warps need no common counter. Also
+//      counts the candidates, and the values equal to the floor.
+//   3. count the candidates, likewise: this gives the smallest magnitude that is taken, and how many of
+//      exactly that size.
+//   4. tally: count both per section.
+//   5. write: each selected entry to its position, after those of the sections before. Entries are in
+//      index order, so of equal ones the first are taken.
 //
 // Exceptions need more of the tensor, and are as exact. If there are more candidates than slots in a
-// tile's list, steps 3 to 5 read the whole tile again. If k is between the number of candidates and that
-// of values not below the floor (many are equal), 3 and 4 have nothing to do, and 5 reads the tiles of the
-// first equal ones again. If the sample has misled, so that there are fewer than k of these, 3 to 5 read
-// all tiles again.
+// section's list, steps 3 to 5 read the whole section again. If k is between the number of candidates
+// and that of values not below the floor (many are equal), 3 and 4 have nothing to do, and 5 reads the
+// sections of the first equal ones again. If the sample has misled, so that there are fewer than k of
+// these, 3 to 5 read all sections again.
 //
-// Reads of the tensor, for n values and at most s = 32,768 samples: 1 + s/n; with many equal values at
-// most 2 + s/n; in the worst case 6 + s/n.
+// Reads of the tensor, for n values and s <= n / 32 samples: 1, and 3 s/n of which most find the sample
+// in a cache; one more with many equal values; five more in the worst case.
 #include "cuda/codecs/topk.cuh"
 
 namespace pycomm::cuda {
 namespace {
 
 constexpr int kWarps = kThreads / 32;
-constexpr std::int64_t kWarpElements = 32 * kOctet;
 
-// How many samples should be above the floor. If neighbours are alike, only octets are independent:
-// eight at a time. So four standard deviations of m of them are 4 sqrt(8 m).
-__device__ std::uint32_t samples_above(std::int64_t samples, std::int64_t k, std::int64_t n) {
-  const float expected =
-      static_cast<float>(samples) * static_cast<float>(k) / static_cast<float>(n);
-  return static_cast<std::uint32_t>(expected + 4 * std::sqrt(kOctet * expected) + 4 * kOctet);
+__device__ bool leads() { return threadIdx.x % 32 == 0; }
+
+// Neighbouring values, which a warp takes. Those of a block's warps are neighbours, too.
+struct Section {
+  std::uint32_t number, of_block;  // the block's first
+  std::uint32_t begin = 0, size = 0, slots = 0;
+  std::int64_t first_slot = 0;
+  bool exists, is_last;
+
+  // Divides no numbers of 64 bits, because that takes a call, around which registers spill.
+  template <class T>
+  __device__ explicit Section(const Selector<T>& from) {
+    const TopkBlock& of = from.block;
+    const auto block = static_cast<std::uint32_t>(of.share.first),
+               blocks = static_cast<std::uint32_t>(of.share.stride);
+    const auto stretches = static_cast<std::uint32_t>(ceil_div(from.n, kStretch)),
+               most = static_cast<std::uint32_t>(TopkScratch::most_sections(from.n));
+    const std::uint32_t all = most < blocks * kWarps ? most : blocks * kWarps;
+    of_block = block * all / blocks;
+    number = of_block + threadIdx.x / 32;
+    exists = number < (block + 1) * all / blocks;
+    is_last = exists && number == all - 1;
+    if (!exists) return;
+    const std::uint32_t each = stretches / all, more = stretches % all;
+    const std::uint32_t first = number * each + (number < more ? number : more);
+    const std::uint32_t count = each + (number < more ? 1 : 0);
+    begin = first * static_cast<std::uint32_t>(kStretch);
+    const std::int64_t most_left = count * kStretch, left = from.n - begin;
+    size = static_cast<std::uint32_t>(most_left < left ? most_left : left);
+    first_slot = first * of.scratch.slots;
+    slots = count * static_cast<std::uint32_t>(of.scratch.slots);
+  }
+};
+
+// How many values are to be found: of the sample, a few more than its share of k. If neighbours are
+// alike, only octets are independent: eight at a time. So four standard deviations of m of them are
+// 4 sqrt(8 m). Zero if the search has nothing to decide.
+template <class T>
+__device__ std::uint32_t wanted(const Selector<T>& from) {
+  if (!from.block.launch.samples) return from.takes_all() ? 0 : from.k;
+  const auto samples = static_cast<float>(TopkScratch::samples_of(from.n));
+  const float expected = samples * static_cast<float>(from.k) / static_cast<float>(from.n);
+  const float above = expected + 4 * std::sqrt(kOctet * expected) + 4 * kOctet;
+  return above < samples ? static_cast<std::uint32_t>(above) : 0;
 }
 
-// One block per part.
+// Decides a digit more. All threads of the block call it together.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    sample_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch, whole_part(launch));
-  const Selector<T> from(block);
-  __shared__ std::uint32_t bins[digit_bins(0)];
-  const std::int64_t samples = TopkScratch::samples_of(from.n);
-  std::uint32_t left = samples == 0 ? 0 : samples_above(samples, from.k, from.n);
-  bool found = left < samples;
-  auto* const kept = reinterpret_cast<Octet<std::uint32_t>*>(block.scratch.samples);
-  for (std::int64_t i = threadIdx.x; found && i < samples / kOctet; i += kThreads) {
+__device__ DigitSearch::Step decide(const Selector<T>& from, int digits) {
+  return from.search.decide(digits, wanted(from), from.block.share.first == 0 && threadIdx.x == 0);
+}
+
+// The smallest magnitude that is taken, and how many of exactly that size, after the search has found
+// `step`. Zeros are never taken.
+template <class T>
+__device__ DigitSearch::Step smallest(const Selector<T>& from, const DigitSearch::Step& step) {
+  if (from.k == 0) return {0xffffffffu, 0};
+  const std::uint32_t floor = from.found.floor;
+  if (from.takes_all()) return {floor, floor == 0 ? 0 : from.k - from.found.above};
+  return step.left == 0 ? DigitSearch::Step{} : step;
+}
+
+template <class T, class Visit>
+__device__ void each_sample(const Selector<T>& from, Visit visit) {
+  const std::int64_t octets = TopkScratch::samples_of(from.n) / kOctet;
+  const Share& share = from.block.share;
+  for (std::int64_t i = std::int64_t{share.first} * kThreads + threadIdx.x; i < octets;
+       i += std::int64_t{share.stride} * kThreads) {
     float v[kOctet];
     from.load_values(TopkScratch::sampled_octet(i, from.n) * kOctet, v);
 #pragma unroll
-    for (int e = 0; e < kOctet; ++e) kept[i].element[e] = magnitude(v[e]);
+    for (int e = 0; e < kOctet; ++e) visit(v[e]);
   }
-  std::uint32_t prefix = 0, bin = 0;
-  for (int digit = 0; found && digit < kDigits; ++digit) {
-    const int count = digit_bins(digit);
-    for (int i = threadIdx.x; i < count; i += kThreads) bins[i] = 0;
-    __syncthreads();
-    // The samples that this thread has stored.
-    for (std::int64_t i = threadIdx.x; i < samples / kOctet; i += kThreads) {
-      const Octet<std::uint32_t> sizes = kept[i];
-#pragma unroll
-      for (int e = 0; e < kOctet; ++e) count_digit(bins, digit, prefix, sizes.element[e]);
-    }
-    __syncthreads();
-    found = pick_bin(bins, count, left, bin);
-    prefix = digit == 0 ? bin : prefix * count + bin;
-    __syncthreads();  // all threads have read the bins
-  }
-  if (threadIdx.x == 0) *block.scratch.floor = found ? prefix : 0;
 }
 
-// Calls visit(tile) for this warp's tiles.
+// Calls visit(value, index) for a section's candidates in order, one per lane, with zeros beyond the
+// last; or for all its values if `whole`, or if candidates are not listed.
 template <class T, class Visit>
-__device__ void each_tile(const Selector<T>& from, Visit visit) {
-  const TopkBlock& block = from.block;
-  const auto warp = static_cast<std::int64_t>(threadIdx.x / 32);
-  for (std::int64_t tile = block.share.first + warp * block.share.stride; tile < from.tiles();
-       tile += std::int64_t{block.share.stride} * kWarps) {
-    visit(tile);
-  }
-}
-
-// Calls visit(values, used, start) for a tile's values: 8 neighbours per thread, from index `start`.
-// `used`: an element of them is not zero.
-template <class T, class Visit>
-__device__ void each_octet(const Selector<T>& from, std::int64_t tile, Visit visit) {
-  const std::int64_t first = tile * kBlockElements, lane = threadIdx.x % 32 * kOctet;
-  const std::int64_t end = first + Tiles{from.n, kBlockElements}[tile].count;
-  float v[kOctet], next[kOctet] = {};
-  bool used = from.load_values(first + lane, v);
-  for (std::int64_t start = first; start < end; start += kWarpElements) {
-    // Loads the next values before the first use of the current ones.
-    const bool next_used =
-        start + kWarpElements < end && from.load_values(start + kWarpElements + lane, next);
-    visit(v, used, start + lane);
-    used = next_used;
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) v[i] = next[i];
-  }
-}
-
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    collect_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch, share_of_block(launch));
-  const Selector<T> from(block);
-  const TopkScratch& scratch = block.scratch;
-  const std::uint32_t floor = *scratch.floor;
-  const bool leads = threadIdx.x % 32 == 0;
-  std::uint32_t all_above = 0, all_equal = 0, largest = 0;
-  bool used = false;
-  each_tile(from, [&](std::int64_t tile) {
-    float* const candidates = scratch.candidates + tile * scratch.slots;
-    std::uint16_t* const places = scratch.places + tile * scratch.slots;
-    std::uint32_t above = 0, equal = 0;
-    each_octet(from, tile, [&](const float* v, bool octet_used, std::int64_t start) {
-      std::uint32_t mine = 0;
-      used |= octet_used;
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) {
-        const std::uint32_t size = magnitude(v[i]);
-        largest = max(largest, size);
-        mine += size > floor ? 1 : 0;
-        equal += size == floor ? 1 : 0;
-      }
-      if (!__any_sync(0xffffffffu, mine != 0)) return;
-      const std::uint32_t through = sum_in_warp(mine);
-      std::uint32_t slot = above + through - mine;
-      above += __shfl_sync(0xffffffffu, through, 31);
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) {
-        if (magnitude(v[i]) <= floor) continue;
-        if (slot < scratch.slots) {
-          candidates[slot] = v[i];
-          places[slot] = static_cast<std::uint16_t>((start + i) % kBlockElements);
-        }
-        ++slot;
-      }
-    });
-    equal = sum_of_warp(equal);
-    all_above += above;
-    all_equal += equal;
-    if (leads) scratch.listed[tile] = scratch.above[tile] = above;
-    // Zeros are not counted: they include the padding, whose count could overflow a sum.
-    if (leads) scratch.equal[tile] = floor == 0 ? 0 : equal;
-  });
-  largest = __reduce_max_sync(0xffffffffu, largest);
-  used = __any_sync(0xffffffffu, used);
-  if (!leads) return;
-  atomicAdd(&from.found.above, all_above);
-  atomicAdd(&from.found.equal, all_equal);
-  atomicMax(&from.found.largest, largest);
-  if (used) atomicOr(&from.found.used, 1u);
-}
-
-// Calls visit(values, indices) for a tile's candidates in order, 8 neighbours per thread, with zeros
-// beyond the last; or for all values of the tile if `whole`, or if candidates are not listed.
-template <class T, class Visit>
-__device__ void each_candidate(const Selector<T>& from, std::int64_t tile, bool whole,
+__device__ void each_candidate(const Selector<T>& from, const Section& section, bool whole,
                                Visit visit) {
-  const TopkScratch& scratch = from.block.scratch;
-  const std::int64_t listed = scratch.listed[tile], begin = tile * scratch.slots;
-  std::uint32_t at[kOctet];
-  if (whole || listed > scratch.slots || from.misled()) {
-    each_octet(from, tile, [&](const float* v, bool, std::int64_t start) {
+  constexpr int kAhead = 8;  // loads in flight
+  if (!section.exists) return;
+  const std::int64_t listed = from.block.scratch.tallies[section.number].listed;
+  const Candidate* const list = from.block.scratch.candidates + section.first_slot;
+  whole = whole || listed > section.slots || from.misled();
+  const std::int64_t n = whole ? section.size : listed;
+  for (std::int64_t start = 0; start < n; start += 32 * kAhead) {
+    Candidate some[kAhead] = {};
 #pragma unroll
-      for (int i = 0; i < kOctet; ++i) at[i] = static_cast<std::uint32_t>(start + i);
-      visit(v, at);
-    });
-    return;
-  }
-  for (std::int64_t start = 0; start < listed; start += kWarpElements) {
-    const std::int64_t first = start + threadIdx.x % 32 * kOctet;
-    const int count = octet_count(listed - first);
-    const auto v = load_octet(scratch.candidates + begin + first, count);
-    const auto places = load_octet(scratch.places + begin + first, count);
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) {
-      at[i] = static_cast<std::uint32_t>(tile * kBlockElements + places.element[i]);
+    for (int a = 0; a < kAhead; ++a) {
+      const std::int64_t i = start + 32 * a + threadIdx.x % 32;
+      if (i >= n) continue;
+      const std::uint32_t at = section.begin + static_cast<std::uint32_t>(i);
+      some[a] = whole ? Candidate{from.value(at), at} : list[i];
     }
-    visit(v.element, at);
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) visit(some[a].value, some[a].index);
   }
 }
 
@@ -190,133 +133,224 @@ __global__ void __launch_bounds__(kThreads)
   const Selector<T> from(block);
   __shared__ std::uint32_t bins[digit_bins(0)];
   const int digit = launch.digit, count = digit_bins(digit);
-  std::uint32_t prefix = 0, left = 0;
-  if (from.k == 0 || from.takes_all()) return;
-  if (digit > 0 && !from.threshold(digit, prefix, left)) return;
+  const DigitSearch::Step step = decide(from, digit);
+  if (step.left == 0) return;
   for (int i = threadIdx.x; i < count; i += kThreads) bins[i] = 0;
   __syncthreads();
-  each_tile(from, [&](std::int64_t tile) {
-    each_candidate(from, tile, false, [&](const float* v, const std::uint32_t*) {
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) count_digit(bins, digit, prefix, magnitude(v[i]));
-    });
-  });
+  const auto visit = [&](float value, std::uint32_t = 0) {
+    count_digit(bins, digit, step.prefix, magnitude(value));
+  };
+  if (launch.samples) {
+    each_sample(from, visit);
+  } else {
+    each_candidate(from, Section(from), false, visit);
+  }
   __syncthreads();
-  std::uint32_t* const to =
-      from.histograms + (digit == 0 ? 0 : digit_bins(0)) + (digit == 2 ? digit_bins(1) : 0);
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    if (bins[i] != 0) atomicAdd(&to[i], bins[i]);
+    if (bins[i] != 0) atomicAdd(from.search.of(digit) + i, bins[i]);
   }
 }
 
-// How many of a thread's values are larger than `least`, and how many are equal to it, as two counts in
-// one word.
-__device__ std::uint32_t count_both(const float* v, std::uint32_t least) {
-  std::uint32_t both = 0;
+// Calls visit(values, start) for this lane's octets of a section. Returns true if an element of x is not
+// zero, as far as the values do not tell.
+template <class T, class Visit>
+__device__ bool each_octet(const Selector<T>& from, const Section& section, Visit visit) {
+  constexpr int kApart = 32 * kOctet;
+  auto left = static_cast<int>(section.size);
+  std::uint32_t start = section.begin + threadIdx.x % 32 * kOctet;
+  if (!from.feeds() && takes_octets(from.x + start)) {
+    for (; left >= kStretch; left -= kStretch) {
+      Octet<T> octets[kOctets];  // all loads are in flight at once
 #pragma unroll
-  for (int i = 0; i < kOctet; ++i) {
-    const std::uint32_t size = magnitude(v[i]);
-    both += size > least ? 1u << 16 : size == least ? 1 : 0;
+      for (int o = 0; o < kOctets; ++o) {
+        octets[o] = reinterpret_cast<const Octet<T>*>(from.x + start)[o * 32];
+      }
+#pragma unroll
+      for (int o = 0; o < kOctets; ++o, start += kApart) {
+        float v[kOctet];
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) v[i] = load(octets[o].element[i]);
+        visit(v, start);
+      }
+    }
   }
-  return both;
+  bool used = false;
+#pragma unroll 1
+  for (; left > 0; left -= kApart, start += kApart) {
+    float v[kOctet];
+    used |= from.load_values(start, v);
+    visit(v, start);
+  }
+  return used;
 }
 
-// Counts per tile; scan_kernel() turns them into prefix sums. If all candidates are taken, collect has
-// counted.
+template <class T>
+__global__ void __launch_bounds__(kThreads, 2)
+    collect_kernel(const __grid_constant__ TopkLaunch launch) {
+  const TopkBlock block(launch, share_of_block(launch));
+  const Selector<T> from(block);
+  const Section section(from);
+  const DigitSearch::Step step = decide(from, kDigits);
+  const std::uint32_t floor = step.left == 0 ? 0 : step.prefix, least = floor == 0 ? 1 : floor;
+  Candidate* const list = block.scratch.candidates + section.first_slot;
+  std::uint32_t above = 0, equal = 0;
+  float most = 0;
+  bool used = each_octet(from, section, [&](const float* v, std::uint32_t first) {
+    float largest = v[0];
+#pragma unroll
+    for (int i = 1; i < kOctet; ++i) largest = larger(largest, v[i]);
+    most = larger(most, largest);
+    if (!__any_sync(0xffffffffu, magnitude(largest) >= least)) return;
+    std::uint32_t mine = 0;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      mine += magnitude(v[i]) > floor ? 1 : 0;
+      equal += magnitude(v[i]) == floor ? 1 : 0;
+    }
+    const std::uint32_t through = sum_in_warp(mine);
+    std::uint32_t slot = above + through - mine;
+    above += __shfl_sync(0xffffffffu, through, 31);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      if (magnitude(v[i]) <= floor) continue;
+      if (slot < section.slots) list[slot] = {v[i], first + i};
+      ++slot;
+    }
+  });
+  // Zeros are not counted: they include the padding.
+  equal = floor == 0 ? 0 : sum_of_warp(equal);
+  if (section.exists && leads()) {
+    block.scratch.tallies[section.number] = {above, above, equal};
+  }
+  const std::uint64_t both = sum_of_all(leads() ? std::uint64_t{above} << 32 | equal : 0);
+  const std::uint32_t largest = largest_of(magnitude(most), kThreads);
+  used = __syncthreads_or(from.feeds() ? used : largest != 0) != 0;
+  if (threadIdx.x != 0) return;
+  atomicAdd(&from.found.above, static_cast<std::uint32_t>(both >> 32));
+  atomicAdd(&from.found.equal, static_cast<std::uint32_t>(both));
+  atomicMax(&from.found.largest, largest);
+  if (used) atomicOr(&from.found.used, 1u);
+  if (block.share.first == 0) from.found.floor = floor;
+}
+
+// How many of a section's entries are larger than the smallest, and equal to it. If all candidates are
+// taken, collect has counted.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     tally_kernel(const __grid_constant__ TopkLaunch launch) {
   const TopkBlock block(launch, share_of_block(launch));
   const Selector<T> from(block);
-  std::uint32_t least, ties;
-  from.threshold(kDigits, least, ties);
-  if (from.takes_all()) return;
-  each_tile(from, [&](std::int64_t tile) {
-    std::uint32_t both = 0;
-    each_candidate(from, tile, false,
-                   [&](const float* v, const std::uint32_t*) { both += count_both(v, least); });
-    both = sum_of_warp(both);
-    if (threadIdx.x % 32 != 0) return;
-    block.scratch.above[tile] = both >> 16;
-    block.scratch.equal[tile] = both & 0xffffu;
+  const auto [least, ties] = smallest(from, decide(from, kDigits));
+  const Section section(from);
+  if (from.takes_all() || !section.exists) return;
+  std::uint32_t above = 0, equal = 0;
+  each_candidate(from, section, false, [&](float value, std::uint32_t) {
+    const std::uint32_t size = magnitude(value);
+    above += size > least ? 1 : 0;
+    equal += size == least && ties != 0 ? 1 : 0;
   });
+  above = sum_of_warp(above);
+  equal = sum_of_warp(equal);
+  if (!leads()) return;
+  block.scratch.tallies[section.number].above = above;
+  block.scratch.tallies[section.number].equal = equal;
 }
 
-// One block per part: prefix sums over the tiles, and the totals at the end.
-__global__ void __launch_bounds__(kThreads) scan_kernel(const __grid_constant__ TopkLaunch launch) {
-  const TopkBlock block(launch, whole_part(launch));
-  const Selector<float> from(block);
-  std::uint32_t least, ties;
-  from.threshold(kDigits, least, ties);
-  std::uint32_t *const above = block.scratch.above, *const equal = block.scratch.equal;
-  const std::uint64_t both = scan_all(
-      from.tiles(),
-      [&](std::int64_t tile) { return std::uint64_t{above[tile]} << 32 | equal[tile]; },
-      [&](std::int64_t tile, std::uint64_t before) {
-        above[tile] = static_cast<std::uint32_t>(before >> 32);
-        equal[tile] = static_cast<std::uint32_t>(before);
-      });
-  if (threadIdx.x != 0) return;
-  above[from.tiles()] = static_cast<std::uint32_t>(both >> 32);
-  equal[from.tiles()] = static_cast<std::uint32_t>(both);
-  *block.scratch.ties = ties;
+// What the sections before a warp's have: above in the upper half, equal in the lower one. All threads of
+// the block call it together.
+__device__ std::uint64_t before_section(const TopkScratch& scratch, const Section& section) {
+  const auto of = [&](std::int64_t s) {
+    return std::uint64_t{scratch.tallies[s].above} << 32 | scratch.tallies[s].equal;
+  };
+  std::uint64_t sum = 0, total;
+  for (std::int64_t s = threadIdx.x; s < section.of_block; s += kThreads) sum += of(s);
+  const std::uint64_t before_block = sum_of_all(sum);
+  const std::uint64_t before =
+      sum_before(section.exists && leads() ? of(section.number) : 0, total);
+  return before_block + __shfl_sync(0xffffffffu, before, 0);
+}
+
+// The number of the first `n` entries, which are in order, whose index is below `end`.
+__device__ std::int64_t entries_below(const std::uint32_t* indices, std::int64_t n,
+                                      std::int64_t end) {
+  std::int64_t low = 0;
+  while (low < n) {
+    const std::int64_t middle = (low + n) / 2;
+    if (indices[middle] < end) {
+      low = middle + 1;
+    } else {
+      n = middle;
+    }
+  }
+  return low;
 }
 
 // Sums that are not selected stay in the residual.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads)
     write_kernel(const __grid_constant__ TopkLaunch launch) {
   const TopkBlock block(launch, share_of_block(launch));
   const Selector<T> from(block);
+  const Section section(from);
   const TopkScratch& scratch = block.scratch;
-  const bool feeds = launch.sums && block.feeds(), takes_all = from.takes_all();
-  std::uint32_t least, ties;
-  from.threshold(kDigits, least, ties);
-  each_tile(from, [&](std::int64_t tile) {
-    const std::int64_t begin = block.entries_before_tile(tile);
-    if (!feeds && block.entries_before_tile(tile + 1) == begin) return;
-    std::uint32_t above = scratch.above[tile], equal = scratch.equal[tile];
-    // Values that are equal to the floor are not candidates.
-    const bool takes_equal = takes_all && equal < ties && scratch.equal[tile + 1] > equal;
-    each_candidate(from, tile, feeds || takes_equal, [&](const float* v, const std::uint32_t* at) {
-      const std::uint32_t both = count_both(v, least), through = sum_in_warp(both);
-      const std::uint32_t total = __shfl_sync(0xffffffffu, through, 31);
-      std::uint32_t my_above = above + ((through - both) >> 16);
-      std::uint32_t my_equal = equal + ((through - both) & 0xffffu);
-      above += total >> 16;
-      equal += total & 0xffffu;
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) {
-        const std::uint32_t size = magnitude(v[i]);
-        if (size > least || (size == least && my_equal < ties)) {
-          const std::uint32_t to = my_above + (my_equal < ties ? my_equal : ties);
-          scratch.indices[to] = at[i];
-          scratch.values[to] = v[i];
-        } else if (feeds && size != 0) {
-          block.feedback.residual[block.element(at[i])] += v[i] * from.scaling.inverse;
-        }
-        my_above += size > least ? 1 : 0;
-        my_equal += size == least ? 1 : 0;
-      }
-    });
+  const bool feeds = launch.sums && block.feeds();
+  const auto [least, ties] = smallest(from, from.search.steps[kDigits - 1]);
+  const std::uint64_t before = before_section(scratch, section);
+  if (!section.exists) return;
+  auto above = static_cast<std::uint32_t>(before >> 32), equal = static_cast<std::uint32_t>(before);
+  const auto position = [ties](std::uint32_t larger, std::uint32_t as_large) {
+    return std::int64_t{larger} + (as_large < ties ? as_large : ties);
+  };
+  const std::int64_t first = position(above, equal);
+  // Values that are equal to the floor are not candidates.
+  const bool takes_equal =
+      from.takes_all() && equal < ties && scratch.tallies[section.number].equal != 0;
+  const std::uint32_t lanes_before = (1u << threadIdx.x % 32) - 1;
+  each_candidate(from, section, feeds || takes_equal, [&](float value, std::uint32_t index) {
+    const std::uint32_t size = magnitude(value);
+    const bool is_equal = size == least && ties != 0;
+    const std::uint32_t larger = __ballot_sync(0xffffffffu, size > least);
+    const std::uint32_t as_large = __ballot_sync(0xffffffffu, is_equal);
+    const std::uint32_t my_equal = equal + __popc(as_large & lanes_before);
+    if (size > least || (is_equal && my_equal < ties)) {
+      const std::int64_t to = position(above + __popc(larger & lanes_before), my_equal);
+      scratch.indices[to] = index;
+      scratch.values[to] = value;
+    } else if (feeds && size != 0) {
+      block.feedback.residual[block.element(index)] += value * from.scaling.inverse;
+    }
+    above += __popc(larger);
+    equal += __popc(as_large);
   });
+  __syncwarp();  // all lanes have written their entries
+  const std::int64_t mine = position(above, equal) - first;
+  const auto fill = [&](std::int64_t tile) {
+    scratch.before[tile] = static_cast<std::uint32_t>(
+        first + entries_below(scratch.indices + first, mine, tile * kBlockElements));
+  };
+  const std::int64_t begin = section.begin, end = begin + section.size;
+  std::int64_t tile = ceil_div(begin, kBlockElements) + threadIdx.x % 32;
+  for (; tile * kBlockElements < end; tile += 32) fill(tile);
+  if (section.is_last && leads()) fill(from.tiles());
 }
 
 }  // namespace
 
 void launch_topk_selection(TopkLaunch& launch, bool sums, cudaStream_t stream) {
   launch.sums = sums;
-  const std::int64_t parts = std::int64_t{launch.local_ranks} * launch.parts;
   const std::int64_t blocks = std::int64_t{launch.local_ranks} * launch.blocks;
   visit_compressible(sums ? DType::f32 : launch.ranks[0].operation.dtype, [&](auto element) {
     using T = decltype(element);
-    launch_blocks<&sample_kernel<T>>(parts, launch, stream);
+    const auto count = [&](bool samples) {
+      launch.samples = samples;
+      for (launch.digit = 0; launch.digit < kDigits; ++launch.digit) {
+        launch_blocks<&count_kernel<T>>(blocks, launch, stream);
+      }
+    };
+    count(true);
     launch_blocks<&collect_kernel<T>>(blocks, launch, stream);
-    for (launch.digit = 0; launch.digit < kDigits; ++launch.digit) {
-      launch_blocks<&count_kernel<T>>(blocks, launch, stream);
-    }
+    count(false);
     launch_blocks<&tally_kernel<T>>(blocks, launch, stream);
-    launch_blocks<&scan_kernel>(parts, launch, stream);
     launch_blocks<&write_kernel<T>>(blocks, launch, stream);
   });
 }

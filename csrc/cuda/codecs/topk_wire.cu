@@ -32,7 +32,9 @@ TopkLaunch prepare(const WireJob& job) {
   launch.layout = {1, 1, 0};
   launch.local_ranks = 1;
   launch.ranks[0].operation = bucket.parts[0].operation;
-  return {prepare(launch, &bucket, stream_of(job)), 0, false, job.wire};
+  TopkLaunch made{prepare(launch, &bucket, stream_of(job))};
+  made.wire = job.wire;
+  return made;
 }
 
 void copy_to_host(void* to, const void* from, std::int64_t bytes, cudaStream_t stream) {

@@ -233,7 +233,7 @@ int main() {
       {"int8: many", [] { many(CodecKind::int8); }},
       {"top-k: many", [] { many(CodecKind::topk); }},
       {"int8: few launches", [] { few_launches(CodecKind::int8, 4); }},
-      {"top-k: few launches", [] { few_launches(CodecKind::topk, 23); }},
+      {"top-k: few launches", [] { few_launches(CodecKind::topk, 25); }},
       {"too many lists", too_many_lists},
       {"int8: a mismatch", [] { mismatch(CodecKind::int8, false); }},
       {"top-k: a mismatch", [] { mismatch(CodecKind::topk, false); }},

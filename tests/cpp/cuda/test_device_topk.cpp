@@ -143,6 +143,17 @@ void selections() {
   }
 }
 
+// The least and the most of everything, and tiles and sections that end within a lane's elements.
+void edges() {
+  unsigned seed = 0;
+  for (const Shape& shape : shapes()) {
+    for (const auto& [n, k] : std::vector<std::pair<std::int64_t, std::int64_t>>{
+             {1, 1}, {1023, 1023}, {1025, 1}, {4099, 4098}, {66'563, seed % 3 == 0 ? 1 : 66'562}}) {
+      select<float>(DType::f32, shape, n, k, seed++);
+    }
+  }
+}
+
 // In some of these, ranks have more elements for an owner than its list takes, so the list is cut.
 void exchange(int ranks, const Shape& shape, std::int64_t n, std::int64_t k, World& world,
               DeviceWorld& on_device, unsigned seed) {
@@ -253,6 +264,7 @@ int main() {
   return run_all({
       {"prefix sums", scans},
       {"selections", selections},
+      {"edges", edges},
       {"a misleading sample", misled},
       {"exchanges, 3 ranks", [] { exchanges(3); }},
   });

@@ -103,12 +103,13 @@ T __shfl_up_sync(unsigned, T value, int distance) {
   return from < 0 ? value : device::converted<T>(all[from]);
 }
 
-inline bool __any_sync(unsigned, bool vote) {
+inline unsigned __ballot_sync(unsigned, bool vote) {
   const auto all = device::exchange(vote ? 1 : 0);
-  bool any = false;
-  for (int i = 0; i < 32; ++i) any |= all[i] != 0;
-  return any;
+  unsigned votes = 0;
+  for (int i = 0; i < 32; ++i) votes |= static_cast<unsigned>(all[i]) << i;
+  return votes;
 }
+inline bool __any_sync(unsigned lanes, bool vote) { return __ballot_sync(lanes, vote) != 0; }
 
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   const auto all = device::exchange(value);

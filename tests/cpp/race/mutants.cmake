@@ -52,6 +52,8 @@ add_race_mutant(coded "two-shot" writes_over_scales_of_the_rest cuda/codecs/loop
   "__syncwarp();  // all lanes have read the scales that may have been there" "")
 add_race_mutant(coded "top-k" counts_in_bins_that_are_not_empty cuda/codecs/topk_select.cu "bins[i] = 0;
   __syncthreads();" "bins[i] = 0;")
+add_race_mutant(coded "top-k" finds_tiles_before_all_entries_are_written cuda/codecs/topk_select.cu
+  "__syncwarp();  // all lanes have written their entries" "")
 add_race_mutant(coded "top-k" reads_indices_before_all_are_copied cuda/codecs/topk_reader.cuh
   "words[w] = source[w];
     __syncthreads();" "words[w] = source[w];")
