@@ -56,9 +56,10 @@ struct DigitSearch {
     return bins + (digit > 0 ? digit_bins(0) : 0) + (digit > 1 ? digit_bins(1) : 0);
   }
 
-  // What the first `digits` digits are. All threads of the block call it together; one `stores` the step.
+  // What the first `digits` digits are, if so many values are `wanted`; it is asked for the first digit
+  // only. All threads of the block call it together; one `stores` the step.
   __device__ Step decide(int digits, std::uint32_t wanted, bool stores) {
-    Step step = digits < 2 || wanted == 0 ? Step{0, wanted} : steps[digits - 2];
+    Step step = digits < 2 ? Step{0, wanted} : steps[digits - 2];
     if (digits == 0 || step.left == 0) return step;
     const int count = digit_bins(digits - 1);
     std::uint32_t bin = 0;
@@ -73,7 +74,7 @@ struct DigitSearch {
 inline constexpr int kOctets = 4;
 inline constexpr std::int64_t kStretch = 32 * kOctets * kOctet;
 
-struct Candidate {
+struct alignas(8) Candidate {
   float value;
   std::uint32_t index;
 };
@@ -239,9 +240,6 @@ template <class T>
 struct Selector {
   const TopkBlock& block;
   const T* x;
-  const float* residual;
-  const float* velocity;
-  float momentum;
   Scaling scaling;
   float limit;  // no value exceeds it unless there is an overflow
   std::int64_t n;
@@ -258,9 +256,6 @@ struct Selector {
     const bool sums = of.launch.sums;
     x = sums ? reinterpret_cast<const T*>(of.scratch.sums)
              : reinterpret_cast<const T*>(of.me.input);
-    residual = sums ? nullptr : of.feedback.residual;
-    velocity = sums ? nullptr : of.feedback.velocity;
-    momentum = of.feedback.momentum;
     scaling = scaling_of(of.feedback);
     limit = largest_safe(of.me.operation, of.ranks());
     n = sums ? mine.elements() : of.n();
@@ -268,18 +263,25 @@ struct Selector {
   }
 
   __device__ std::int64_t tiles() const { return ceil_div(n, kBlockElements); }
-  __device__ bool feeds() const { return residual != nullptr || velocity != nullptr; }
+  // Sums have neither. Not kept in registers.
+  __device__ const float* residual() const {
+    return block.launch.sums ? nullptr : block.feedback.residual;
+  }
+  __device__ const float* velocity() const {
+    return block.launch.sums ? nullptr : block.feedback.velocity;
+  }
+  __device__ bool feeds() const { return residual() != nullptr || velocity() != nullptr; }
 
   __device__ float accelerate(float v, float speed) const {
-    return accelerated(speed, momentum, v, scaling.scale);
+    return accelerated(speed, block.feedback.momentum, v, scaling.scale);
   }
   __device__ float feed(float v, float kept) const {
     return limited(contribution(v, kept, scaling.scale), limit);
   }
   __device__ float value(std::int64_t i) const {
     float v = load(x[i]);
-    if (velocity != nullptr) v = accelerate(v, velocity[i]);
-    return residual == nullptr ? v : feed(v, residual[i]);
+    if (velocity() != nullptr) v = accelerate(v, velocity()[i]);
+    return residual() == nullptr ? v : feed(v, residual()[i]);
   }
 
   // Loads eight neighbours, zeros beyond the end, and their new velocity if there is one. Returns true
@@ -293,16 +295,16 @@ struct Selector {
       v[i] = load(octet.element[i]);
       used |= magnitude(v[i]) != 0;
     }
-    if (velocity != nullptr) {
-      const Octet<float> speed = load_octet(velocity + start, count);
+    if (velocity() != nullptr) {
+      const Octet<float> speed = load_octet(velocity() + start, count);
 #pragma unroll
       for (int i = 0; i < kOctet; ++i) {
         v[i] = accelerate(v[i], speed.element[i]);
         if (faster != nullptr) faster[i] = v[i];
       }
     }
-    if (residual != nullptr) {
-      const Octet<float> kept = load_octet(residual + start, count);
+    if (residual() != nullptr) {
+      const Octet<float> kept = load_octet(residual() + start, count);
 #pragma unroll
       for (int i = 0; i < kOctet; ++i) v[i] = feed(v[i], kept.element[i]);
     }

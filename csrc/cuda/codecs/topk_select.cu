@@ -30,10 +30,12 @@ __device__ bool leads() { return threadIdx.x % 32 == 0; }
 
 // Neighbouring values, which a warp takes. Those of a block's warps are neighbours, too.
 struct Section {
-  std::uint32_t number, of_block;  // the block's first
-  std::uint32_t begin = 0, size = 0, slots = 0;
-  std::int64_t first_slot = 0;
-  bool exists, is_last;
+  std::uint32_t of_block;  // the number of the block's first
+  std::uint32_t begin = 0, size = 0;
+  Tally* tally = nullptr;  // null if this warp has none
+  Candidate* list = nullptr;
+  std::uint32_t slots = 0;
+  bool is_last = false;
 
   // Divides no numbers of 64 bits, because that takes a call, around which registers spill.
   template <class T>
@@ -45,37 +47,41 @@ struct Section {
                most = static_cast<std::uint32_t>(TopkScratch::most_sections(from.n));
     const std::uint32_t all = most < blocks * kWarps ? most : blocks * kWarps;
     of_block = block * all / blocks;
-    number = of_block + threadIdx.x / 32;
-    exists = number < (block + 1) * all / blocks;
-    is_last = exists && number == all - 1;
-    if (!exists) return;
+    const std::uint32_t number = of_block + threadIdx.x / 32;
+    if (number >= (block + 1) * all / blocks) return;
     const std::uint32_t each = stretches / all, more = stretches % all;
     const std::uint32_t first = number * each + (number < more ? number : more);
     const std::uint32_t count = each + (number < more ? 1 : 0);
     begin = first * static_cast<std::uint32_t>(kStretch);
     const std::int64_t most_left = count * kStretch, left = from.n - begin;
     size = static_cast<std::uint32_t>(most_left < left ? most_left : left);
-    first_slot = first * of.scratch.slots;
+    tally = of.scratch.tallies + number;
+    list = of.scratch.candidates + first * of.scratch.slots;
     slots = count * static_cast<std::uint32_t>(of.scratch.slots);
+    is_last = number == all - 1;
   }
 };
 
-// How many values are to be found: of the sample, a few more than its share of k. If neighbours are
-// alike, only octets are independent: eight at a time. So four standard deviations of m of them are
-// 4 sqrt(8 m). Zero if the search has nothing to decide.
-template <class T>
-__device__ std::uint32_t wanted(const Selector<T>& from) {
-  if (!from.block.launch.samples) return from.takes_all() ? 0 : from.k;
-  const auto samples = static_cast<float>(TopkScratch::samples_of(from.n));
-  const float expected = samples * static_cast<float>(from.k) / static_cast<float>(from.n);
-  const float above = expected + 4 * std::sqrt(kOctet * expected) + 4 * kOctet;
-  return above < samples ? static_cast<std::uint32_t>(above) : 0;
+// How many samples should be above the floor; zero if it cannot be told. If neighbours are alike, only
+// octets are independent: eight at a time. So four standard deviations of m of them are 4 sqrt(8 m).
+__device__ std::uint32_t samples_above(std::int64_t samples, std::int64_t k, std::int64_t n) {
+  const float expected =
+      static_cast<float>(samples) * static_cast<float>(k) / static_cast<float>(n);
+  const auto above =
+      static_cast<std::uint32_t>(expected + 4 * std::sqrt(kOctet * expected) + 4 * kOctet);
+  return above < samples ? above : 0;
 }
 
-// Decides a digit more. All threads of the block call it together.
+// Decides a digit of the floor, or of the smallest magnitude that is taken. All threads of the block call
+// it together.
 template <class T>
 __device__ DigitSearch::Step decide(const Selector<T>& from, int digits) {
-  return from.search.decide(digits, wanted(from), from.block.share.first == 0 && threadIdx.x == 0);
+  const bool samples = from.block.launch.samples;
+  const std::int64_t all = TopkScratch::samples_of(from.n);
+  if (samples ? all == 0 : from.takes_all()) return {};
+  std::uint32_t wanted = 0;
+  if (digits < 2) wanted = samples ? samples_above(all, from.k, from.n) : from.k;
+  return from.search.decide(digits, wanted, from.block.share.first == 0 && threadIdx.x == 0);
 }
 
 // The smallest magnitude that is taken, and how many of exactly that size, after the search has found
@@ -107,9 +113,8 @@ template <class T, class Visit>
 __device__ void each_candidate(const Selector<T>& from, const Section& section, bool whole,
                                Visit visit) {
   constexpr int kAhead = 8;  // loads in flight
-  if (!section.exists) return;
-  const std::int64_t listed = from.block.scratch.tallies[section.number].listed;
-  const Candidate* const list = from.block.scratch.candidates + section.first_slot;
+  if (section.tally == nullptr) return;
+  const std::int64_t listed = section.tally->listed;
   whole = whole || listed > section.slots || from.misled();
   const std::int64_t n = whole ? section.size : listed;
   for (std::int64_t start = 0; start < n; start += 32 * kAhead) {
@@ -119,7 +124,7 @@ __device__ void each_candidate(const Selector<T>& from, const Section& section, 
       const std::int64_t i = start + 32 * a + threadIdx.x % 32;
       if (i >= n) continue;
       const std::uint32_t at = section.begin + static_cast<std::uint32_t>(i);
-      some[a] = whole ? Candidate{from.value(at), at} : list[i];
+      some[a] = whole ? Candidate{from.value(at), at} : section.list[i];
     }
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) visit(some[a].value, some[a].index);
@@ -189,10 +194,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     collect_kernel(const __grid_constant__ TopkLaunch launch) {
   const TopkBlock block(launch, share_of_block(launch));
   const Selector<T> from(block);
-  const Section section(from);
   const DigitSearch::Step step = decide(from, kDigits);
   const std::uint32_t floor = step.left == 0 ? 0 : step.prefix, least = floor == 0 ? 1 : floor;
-  Candidate* const list = block.scratch.candidates + section.first_slot;
+  const Section section(from);
   std::uint32_t above = 0, equal = 0;
   float most = 0;
   bool used = each_octet(from, section, [&](const float* v, std::uint32_t first) {
@@ -213,15 +217,13 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
       if (magnitude(v[i]) <= floor) continue;
-      if (slot < section.slots) list[slot] = {v[i], first + i};
+      if (slot < section.slots) section.list[slot] = {v[i], first + i};
       ++slot;
     }
   });
   // Zeros are not counted: they include the padding.
   equal = floor == 0 ? 0 : sum_of_warp(equal);
-  if (section.exists && leads()) {
-    block.scratch.tallies[section.number] = {above, above, equal};
-  }
+  if (section.tally != nullptr && leads()) *section.tally = {above, above, equal};
   const std::uint64_t both = sum_of_all(leads() ? std::uint64_t{above} << 32 | equal : 0);
   const std::uint32_t largest = largest_of(magnitude(most), kThreads);
   used = __syncthreads_or(from.feeds() ? used : largest != 0) != 0;
@@ -236,13 +238,13 @@ __global__ void __launch_bounds__(kThreads, 2)
 // How many of a section's entries are larger than the smallest, and equal to it. If all candidates are
 // taken, collect has counted.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     tally_kernel(const __grid_constant__ TopkLaunch launch) {
   const TopkBlock block(launch, share_of_block(launch));
   const Selector<T> from(block);
   const auto [least, ties] = smallest(from, decide(from, kDigits));
   const Section section(from);
-  if (from.takes_all() || !section.exists) return;
+  if (from.takes_all() || section.tally == nullptr) return;
   std::uint32_t above = 0, equal = 0;
   each_candidate(from, section, false, [&](float value, std::uint32_t) {
     const std::uint32_t size = magnitude(value);
@@ -252,21 +254,21 @@ __global__ void __launch_bounds__(kThreads)
   above = sum_of_warp(above);
   equal = sum_of_warp(equal);
   if (!leads()) return;
-  block.scratch.tallies[section.number].above = above;
-  block.scratch.tallies[section.number].equal = equal;
+  section.tally->above = above;
+  section.tally->equal = equal;
 }
 
 // What the sections before a warp's have: above in the upper half, equal in the lower one. All threads of
 // the block call it together.
 __device__ std::uint64_t before_section(const TopkScratch& scratch, const Section& section) {
-  const auto of = [&](std::int64_t s) {
-    return std::uint64_t{scratch.tallies[s].above} << 32 | scratch.tallies[s].equal;
-  };
+  const auto of = [](const Tally& tally) { return std::uint64_t{tally.above} << 32 | tally.equal; };
   std::uint64_t sum = 0, total;
-  for (std::int64_t s = threadIdx.x; s < section.of_block; s += kThreads) sum += of(s);
+  for (std::uint32_t s = threadIdx.x; s < section.of_block; s += kThreads) {
+    sum += of(scratch.tallies[s]);
+  }
   const std::uint64_t before_block = sum_of_all(sum);
-  const std::uint64_t before =
-      sum_before(section.exists && leads() ? of(section.number) : 0, total);
+  const bool counts = section.tally != nullptr && leads();
+  const std::uint64_t before = sum_before(counts ? of(*section.tally) : 0, total);
   return before_block + __shfl_sync(0xffffffffu, before, 0);
 }
 
@@ -296,15 +298,14 @@ __global__ void __launch_bounds__(kThreads)
   const bool feeds = launch.sums && block.feeds();
   const auto [least, ties] = smallest(from, from.search.steps[kDigits - 1]);
   const std::uint64_t before = before_section(scratch, section);
-  if (!section.exists) return;
+  if (section.tally == nullptr) return;
   auto above = static_cast<std::uint32_t>(before >> 32), equal = static_cast<std::uint32_t>(before);
   const auto position = [ties](std::uint32_t larger, std::uint32_t as_large) {
     return std::int64_t{larger} + (as_large < ties ? as_large : ties);
   };
   const std::int64_t first = position(above, equal);
   // Values that are equal to the floor are not candidates.
-  const bool takes_equal =
-      from.takes_all() && equal < ties && scratch.tallies[section.number].equal != 0;
+  const bool takes_equal = from.takes_all() && equal < ties && section.tally->equal != 0;
   const std::uint32_t lanes_before = (1u << threadIdx.x % 32) - 1;
   each_candidate(from, section, feeds || takes_equal, [&](float value, std::uint32_t index) {
     const std::uint32_t size = magnitude(value);

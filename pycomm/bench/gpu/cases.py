@@ -78,7 +78,7 @@ GOALS = {
     "adamw_bf16_remainder_scaler": (Goal("peer_ratio", 1.5),),
     "int8_encode": (Goal("share", 0.85),),
     "int8_decode_add": (Goal("share", 0.85),),
-    "topk_select": (Goal("peer_ratio", 20), Goal("share", 1 / 2.5)),
+    "topk_select": (Goal("peer_ratio", 16), Goal("share", 0.7)),
     "all_reduce_loopback": (Goal("share", 0.8),),
     "all_reduce_1KiB": (Goal("time_us", 6, at_least=False),),
     "all_reduce_1KiB_replay": (Goal("time_us", 6, at_least=False),),

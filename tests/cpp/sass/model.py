@@ -114,7 +114,7 @@ ROWS = {
     "int8_encode": Row({"int8_encode": 1}, 5.02, 0.85),
     "int8_decode": Row({"int8_decode": 1}, 5.02),
     "int8_decode_add": Row({"int8_decode_add": RANKS}, 36.06, 0.85),
-    "topk_select": Row({"topk_collect": 1}, 4, 0.4),
+    "topk_select": Row({"topk_collect": 1}, 4, 0.7),
     "all_reduce_loopback": Row({"reduce_4_ranks": 1}, 32, 0.8, blocks=LANES * RANKS),
 }
 # The lane's state; the fence of publish() and the announcement's way to the other ranks; three
