@@ -61,6 +61,8 @@ const std::vector<Shape>& shapes() {
                 : i % 977 == 5 ? NAN
                                : normal(dice);
        }},
+      {"one infinity", [](std::int64_t i, std::int64_t n, std::int64_t,
+                          Dice& dice) { return i == n / 2 ? INFINITY : normal(dice); }},
   };
   return all;
 }
@@ -181,12 +183,14 @@ void exchange(int ranks, const Shape& shape, std::int64_t n, std::int64_t k, Wor
   residual_want = residual;
   world.run([&](int r) {
     Feedback feedback;
+    feedback.hold_unused = true;
     feedback.residual = residual_want[r].data();
     world[r].run(operation, x[r].data(), want[r].data(), nullptr, feedback);
   });
   operation.device = Device::cuda;
   for (int r = 0; r < ranks; ++r) {
     Feedback feedback;
+    feedback.hold_unused = true;
     feedback.residual = residual[r].data();
     on_device.endpoints[r]->check(operation, x[r].data());
     on_device.shared->put(r, operation, x[r].data(), got[r].data(), 0,
