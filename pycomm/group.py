@@ -718,8 +718,9 @@ class Group:
                 raise ValueError("a CUDA graph cannot capture a group's first operation on CUDA")
             try:
                 self._cuda = self._join_cuda(device)
-            except BaseException:
-                self._core.abort()  # so that other ranks do not wait for this one
+            except BaseException as error:
+                if not isinstance(error, ValueError):  # which all ranks raise
+                    self._core.abort()  # so that other ranks do not wait for this one
                 raise
         if self._cuda.device != device:
             raise ValueError(

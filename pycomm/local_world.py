@@ -39,6 +39,20 @@ if TYPE_CHECKING:
 _LOOK_EVERY = 0.02  # seconds
 
 
+@contextlib.contextmanager
+def _a_stream_each(count: int) -> Iterator[list[torch.cuda.Stream]]:
+    """Streams whose work comes after that of the caller's stream so far, and before its next."""
+    callers = torch.cuda.current_stream()
+    streams = [torch.cuda.Stream() for _ in range(count)]  # type: ignore[no-untyped-call]
+    for stream in streams:
+        stream.wait_stream(callers)
+    try:
+        yield streams
+    finally:
+        for stream in streams:
+            callers.wait_stream(stream)
+
+
 class LocalWorld:
     """A group whose ranks are threads of this process.
 
@@ -62,6 +76,10 @@ class LocalWorld:
             the random state of torch, NumPy and Python for itself, which it begins with the
             caller's. Programs that draw random numbers then do what they do in processes. A rank
             that waits for another one outside of pycomm needs :meth:`others_run`.
+        separate_launches: on a GPU that all ranks share, each rank launches its own kernels, at any
+            time, on a stream that :meth:`run` gives it; so the ranks do what processes with a GPU
+            each do. By default they share one launch. The bits are the same
+            (docs/how-to/cuda.md#separate-launches).
 
     Attributes:
         groups: one :class:`Group` per rank, for use in threads of your own. If a rank's group
@@ -78,6 +96,7 @@ class LocalWorld:
         nodes: Sequence[int] | None = None,
         algorithms: str | os.PathLike[str] | None = None,
         serial: bool = False,
+        separate_launches: bool = False,
         _first_epoch: int = 0,
         _stage_always: bool = False,
     ) -> None:
@@ -89,6 +108,11 @@ class LocalWorld:
             raise ValueError(
                 f"nodes must be positive and add up to size, {size}, got {list(nodes)}"
             )
+        if separate_launches and (serial or len(nodes) > 1):
+            raise ValueError(
+                "separate_launches must be False with serial and with several nodes, got "
+                f"serial={serial} and nodes={list(nodes)}"
+            )
         ends = list(itertools.accumulate(nodes))
         ranks = tuple(tuple(range(end - n, end)) for n, end in zip(nodes, ends, strict=True))
         links = [_C.LocalTransport.make(len(nodes)) for _ in range(Nodes(ranks, 0).stripes)]
@@ -98,6 +122,7 @@ class LocalWorld:
         rows = [] if algorithms is None else algorithm_table.read(algorithms)
         pids, cores = [os.getpid()] * size, len(os.sched_getaffinity(0))
         self._serial, self._timeout = serial, timeout
+        self._separate_launches = separate_launches
         self._random: list[RandomState] = []  # of each rank, once they have run
         self.groups = []
         for here, local in enumerate(ranks):
@@ -125,7 +150,7 @@ class LocalWorld:
             log.group_made(group, cores, "threads")
         if len(nodes) > 1:
             return
-        devices = LocalDevices(self.groups, max_blocks, _stage_always)
+        devices = LocalDevices(self.groups, max_blocks, _stage_always, separate_launches)
         for group in self.groups:
             self._serve(group, devices)
 
@@ -153,6 +178,14 @@ class LocalWorld:
                 others waited for theirs.
             RuntimeError: with `serial`, another such world runs in this process.
         """
+        if self._separate_launches:
+            with _a_stream_each(len(self.groups)) as streams:
+
+                def on_its_stream(group: Group, *args: Any) -> Any:
+                    with torch.cuda.stream(streams[group.rank]):
+                        return function(group, *args)
+
+                return self._run(on_its_stream, args, None)
         if not self._serial:
             return self._run(function, args, None)
         with taking_turns(self._random, len(self.groups)) as turns:

@@ -58,7 +58,8 @@ class CudaSide:
         devices: the number of every rank's device (pycomm/_runtime/topology.py).
         transport: ``"threads"``, ``"peer memory"`` or ``"pinned host memory"``.
         lanes: the number of blocks per rank.
-        shares_device: True if the ranks are several threads on one GPU.
+        shares_device: True if the ranks are several threads on one GPU, with a launch or with one
+            each.
         pools: memory pools in the window's heap, by library.
     """
 
@@ -77,7 +78,7 @@ class CudaSide:
         self.device, self.devices = device, devices
         self.transport = transport
         self.lanes = lanes
-        self.shares_device = shared is not None
+        self.shares_device = transport == "threads" and len(set(devices)) < group.size
         self._rank, self._size = group.rank, group.size
         self._core = _C.CudaGroup(group._core, endpoint, shared)
         # What C enqueues operations with; None if Python has to look at each.
@@ -142,9 +143,9 @@ class CudaSide:
             flag.event.record(stream)
 
     def _check_thread(self) -> None:
-        """Raises ValueError in a backward if ranks launch their kernels together.
+        """Raises ValueError in a backward if ranks share a device.
 
-        Then each waits for the others' launches, but autograd has one thread per device.
+        One may wait on the host for another, but autograd has one thread per device.
         """
         if self.shares_device and backward_id() >= 0:
             raise ValueError(
@@ -569,7 +570,7 @@ def join_processes(
             then takes at most half of every device's free memory.
     """
     if group.size == 1:
-        return LocalDevices([group], max_blocks, stage_always=False).side(0, device)
+        return LocalDevices([group], max_blocks).side(0, device)
     devices = _gather(group, device_id(device))
     crowd = devices.count(devices[group.rank])
     lanes = min(_gather(group, _lanes(max_blocks, device, crowd)))
@@ -677,12 +678,16 @@ class LocalDevices:
     """Makes the CUDA sides of ranks that are threads; one thread connects all of them."""
 
     def __init__(
-        self, groups: Sequence[Member | None], max_blocks: int, stage_always: bool
+        self,
+        groups: Sequence[Member | None],
+        max_blocks: int,
+        stage_always: bool = False,
+        separate_launches: bool = False,
     ) -> None:
         self._groups = groups
-        self._max_blocks = max_blocks
-        self._stage_always = stage_always
+        self._options = max_blocks, stage_always, separate_launches
         self._devices: list[torch.device | None] = [None] * len(groups)
+        self._streams: dict[int, int] = {}  # of ranks that launch their own kernels
         self._sides: list[CudaSide | None] = []
         self._lock = threading.Lock()
         self._survivors: list[Member | None] = []
@@ -693,13 +698,15 @@ class LocalDevices:
         with self._lock:
             if self._smaller is None:
                 self._survivors = [None] * group.size
-                self._smaller = LocalDevices(self._survivors, self._max_blocks, self._stage_always)
+                self._smaller = LocalDevices(self._survivors, *self._options)
             self._survivors[group.rank] = group
             return self._smaller
 
     def side(self, rank: int, device: torch.device) -> CudaSide:
         """This rank's side; a collective call."""
         self._devices[rank] = device
+        if self._options[-1]:
+            self._streams[rank] = torch.cuda.current_stream(device).cuda_stream
         group = self._groups[rank]
         assert group is not None
         _barrier(group)
@@ -712,13 +719,16 @@ class LocalDevices:
 
     def _connect(self, devices: list[torch.device]) -> list[CudaSide | None]:
         groups = [group for group in self._groups if group is not None]
+        max_blocks, stage_always, separate = self._options
         size = len(groups)
         together = size > 1 and len(set(devices)) == 1
         if not together and len(set(devices)) != size:
             raise ValueError(
                 f"the ranks' tensors must lie all on one GPU or each on its own, got {devices}"
             )
-        lanes = min(_lanes(self._max_blocks, d, size if together else 1) for d in devices)
+        if together and separate:
+            _check_room(devices[0], size, len({*self._streams.values()}))
+        lanes = min(_lanes(max_blocks, d, size if together else 1) for d in devices)
         staging = _staging_bytes(lanes, groups[0])
         window_bytes = _C.cuda_window_bytes(size, lanes, staging, 0)
         if not together:
@@ -738,19 +748,34 @@ class LocalDevices:
                 groups[rank].timeout,
                 windows,
                 one_address_space=True,
-                stage_always=self._stage_always,
+                stage_always=stage_always,
                 message_bytes=0,  # nothing is out of the other ranks' reach
             )
             for rank, device in enumerate(devices)
         ]
         for group, endpoint in zip(groups, endpoints, strict=True):
             endpoint.serve_messages(group._core)
-        shared = _C.CudaSharedLaunch(endpoints) if together else None
+        shared = _C.CudaSharedLaunch(endpoints) if together and not separate else None
         numbers = [device_id(device) for device in devices]
         return [
             CudaSide(group, device, numbers, "threads", endpoint, shared, lanes, None, memory)
             for group, device, endpoint in zip(groups, devices, endpoints, strict=True)
         ]
+
+
+def _check_room(device: torch.device, ranks: int, streams: int) -> None:
+    """Raises ValueError unless all ranks' launches can run at the same time."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if ranks > processors:
+        raise ValueError(
+            "separate_launches needs a multiprocessor for at least one block of each rank: "
+            f"{device} has {processors}, got {ranks} ranks"
+        )
+    if streams < ranks:
+        raise ValueError(
+            "separate_launches needs a stream for each rank, which run() makes on the current "
+            f"device: got {streams} on {device} for {ranks} ranks"
+        )
 
 
 def _grant_access(devices: list[torch.device]) -> None:

@@ -195,6 +195,6 @@ def test_a_group_of_one_does_not_share_its_device(world):
         zeros = torch.zeros
         on_cpu = mock.patch("torch.zeros", lambda n, dtype, **_: zeros(n, dtype=dtype))
         with Fakes(Machine(), 0).installed(), on_cpu:
-            side = LocalDevices(one.groups, 32, stage_always=False).side(0, torch.device("cuda", 0))
+            side = LocalDevices(one.groups, 32).side(0, torch.device("cuda", 0))
         assert side.transport == "threads"
         assert not side.shares_device
