@@ -68,9 +68,14 @@ test-emulated: $(VENV)/.built emulator
 	@PYTHONPATH=tests/emulator PYCOMM_EMULATOR=$(abspath build/cpp-test/emulator.so) \
 	$(TESTS) -m "gpu and not hardware" tests/gpu
 
-# All that needs a GPU, in at most 10 minutes, with the torch that is there: results come to out/gpu.
+# All that needs a GPU, with the torch that is there, in three calls of at most 8 minutes, each useful
+# alone: results come to out/gpu. A call that fails does not keep the next ones from running.
+.PHONY: gpu-kernels gpu-communication gpu-tables
+gpu-kernels gpu-communication gpu-tables:
+	PYTHON=$(PYTHON) benchmarks/gpu.sh $(@:gpu-%=%) out/gpu/$(@:gpu-%=%)
+
 gpu:
-	PYTHON=$(PYTHON) benchmarks/gpu.sh out/gpu
+	@$(MAKE) --keep-going -j1 gpu-kernels gpu-communication gpu-tables
 
 # Prints why where there is no CUDA device.
 bench-gpu: $(VENV)/.built
@@ -173,7 +178,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest pycomm._C --mypy-config-file tests/project/stubtest.ini
-	find csrc tests examples docs -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
+	find csrc tests examples docs benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
 
 # The site: out/site/index.html.
 $(VENV)/.docs: $(VENV)/.built
@@ -186,7 +191,7 @@ docs: $(VENV)/.docs
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	find csrc tests examples docs -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
+	find csrc tests examples docs benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
 
 clean:
 	rm -rf build out dist *.egg-info pycomm/*.so $(VENV)

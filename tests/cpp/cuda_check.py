@@ -1,6 +1,7 @@
 """Compiles every kernel with nvcc alone, by default for sm_80, sm_90 and sm_100.
 
-Refuses spills, warnings and what ptxas compiles wrongly (ptx_flags.py).
+Also benchmarks/probe.cu, which nothing runs without a GPU. Refuses spills, warnings and what ptxas
+compiles wrongly (ptx_flags.py).
 
 Needs neither a GPU nor torch: ``python tests/cpp/cuda_check.py [FILE ...] [--for 90 ...]``. The
 objects stay in build/cuda, where `make sass` reads them. They are compiled again only when a file
@@ -25,6 +26,7 @@ from ptx_flags import functions_testing_words
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = ROOT / "csrc" / "cuda"
+PROBE = ROOT / "benchmarks" / "probe.cu"
 SOME_TYPES = ROOT / "tests" / "cpp" / "some_types.h"
 ARCHITECTURES = ("80", "90", "100")
 FLAGS = (
@@ -54,7 +56,8 @@ def has_host_code(source: Path) -> bool:
 
 def path_of(source: Path, folder: str, suffix: str) -> Path:
     """Where something made of a file lies."""
-    return (ROOT / "build" / "cuda" / folder / source.relative_to(CUDA)).with_suffix(suffix)
+    name = source.relative_to(PROBE.parent if source == PROBE else CUDA)
+    return (ROOT / "build" / "cuda" / folder / name).with_suffix(suffix)
 
 
 def object_of(source: Path, architecture: str) -> Path:
@@ -146,7 +149,7 @@ def main() -> int:
         print("nvcc is not on PATH: nothing has been checked", file=sys.stderr)
         return 1
     forget_another_part(given.part)
-    sources = [path.resolve() for path in given.files] or sorted(CUDA.rglob("*.cu"))
+    sources = [path.resolve() for path in given.files] or [PROBE, *sorted(CUDA.rglob("*.cu"))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
             pool.submit(check, source, front_end, given.architectures, given.part)

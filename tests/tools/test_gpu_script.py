@@ -36,60 +36,85 @@ def tools(tmp_path):
     return write
 
 
-def test_all_parts_run_whatever_becomes_of_those_before(tmp_path, tools):
+PROBE = "for path; do :; done; printf '#!/bin/sh\necho probed' >$path; chmod +x $path"
+PARTS_OF = {
+    "kernels": ["tests", "benchmarks", "baseline", "probe", "profile"],
+    "communication": [
+        "small", "loopback", "host", "separate", "inductor", "captured", "processes",
+    ],
+    "tables": [
+        "benchmarks", "sweep", "sanitizer-memcheck", "sanitizer-synccheck", "sanitizer-initcheck",
+        "sanitizer-racecheck", "modes-blocking", "modes-eager", "modes-expandable",
+    ],
+}  # fmt: skip
+FAIL = {"kernels": "tests", "communication": "separate", "tables": "sanitizer-racecheck"}
+
+
+def run_script(what, out, environment):
+    return subprocess.run(
+        [SCRIPT, what, out], env=environment, capture_output=True, text=True, check=False,
+        timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PARTS_OF)
+def test_all_parts_run_whatever_becomes_of_those_before(tmp_path, tools, what):
+    fails = '*"-m pytest"*" tests"|*test_gpu_separate.py*'
     environment = tools(
-        python='echo "python $*"; case "$*" in *"-m pytest"*" tests") exit 1;; esac',
+        python=f'echo "python $*"; case "$*" in {fails}) exit 1;; esac',
         compute_sanitizer='echo "$*"; test "$2" != racecheck',
         ncu='echo "$*"',
+        nvcc=PROBE,
         nvidia_smi='echo "clocks"; exec sleep 100',
-    )
+    ) | {"BASELINE": "another"}
     out = tmp_path / "out"
-    done = subprocess.run(
-        [SCRIPT, out], env=environment, capture_output=True, text=True, check=False, timeout=60
-    )
-    assert done.returncode == 1
-    assert summary(out) == [
-        "build: passed",
-        "tests: failed (1)",
-        "benchmarks: passed",
-        "processes: passed",
-        "sweep: passed",
-        "profile: passed",
-        "sanitizer-memcheck: passed",
-        "sanitizer-synccheck: passed",
-        "sanitizer-initcheck: passed",
-        "sanitizer-racecheck: failed (1)",
-        "modes-blocking: passed",
-        "modes-eager: passed",
-        "modes-expandable: passed",
+    assert run_script(what, out, environment).returncode == 1
+    assert summary(out) == ["build: passed"] + [
+        f"{part}: {'failed (1)' if part == FAIL[what] else 'passed'}" for part in PARTS_OF[what]
     ]
-    assert f"-m pycomm.bench gpu -J {out}/gpu.json" in (out / "benchmarks.log").read_text()
-    assert sorted(path.name for path in out.iterdir()) == [
-        "benchmarks.log", "build.log", "clocks.csv", "modes.log", "processes.log", "profile.log",
-        "sanitizer.log", "summary.txt", "sweep.log", "tests.log",
-    ]  # fmt: skip
+    logs = {part.partition("-")[0] for part in ["build", *PARTS_OF[what]]}
+    files = {"clocks.csv", "summary.txt", *(f"{name}.log" for name in logs)}
+    assert {path.name for path in out.iterdir()} == files | ({"probe"} & logs)
+    if what == "kernels":
+        assert f"-m pycomm.bench gpu -J {out}/gpu.json" in (out / "benchmarks.log").read_text()
+        assert f"kernels {out}/gpu.json" in (out / "profile.log").read_text()
+        assert (out / "probe.log").read_text() == "== probe\nprobed\n"
     tools(python="", compute_sanitizer="")
-    assert subprocess.run([SCRIPT, out], env=environment, check=False, timeout=60).returncode == 0
+    assert run_script(what, out, environment).returncode == 0
+
+
+def test_what_is_missing_is_told(tmp_path, tools):
+    environment = tools(python="", nvidia_smi="")
+    assert run_script("kernels", tmp_path / "out", environment).returncode == 0
+    assert {line for line in summary(tmp_path / "out") if "passed" not in line} == {
+        "baseline: absent",
+        "probe: absent",
+        "profile: absent",
+    }
+    assert run_script("everything", tmp_path / "none", environment).returncode == 2
+    assert not (tmp_path / "none").exists()
 
 
 def test_limits_add_up():
-    """The limits add up to 10 minutes, including the time to stop the last part."""
+    """The limits of a call add up to 8 minutes, including the time to stop the last part."""
     script = SCRIPT.read_text()
-    times = {
-        "mode": len(re.findall(r"^mode ", script, re.MULTILINE)),
-        "sanitize": len(re.search(r"for tool in (.*);", script)[1].split()),
-    }
-    total = 0
-    for body, name in re.findall(r"^( *)part \"?([\w-]+)", script, re.MULTILINE):
-        (seconds,) = re.findall(rf"^{body}part \"?{name}\S* (\d+)", script, re.MULTILINE)
-        kind = {"modes-": "mode", "sanitizer-": "sanitize"}.get(name)
-        total += int(seconds) * times.get(kind, 1)
-    assert total > 400
-    assert total + 10 <= 600
+    ((build,),) = [re.findall(r"^part build (\d+)", script, re.MULTILINE)]
+    bodies = dict(re.findall(r"^(\w+)\(\) \{[^\n]*\n(.*?)^\}", script, re.MULTILINE | re.DOTALL))
+    seconds = {name: [int(n) for n in re.findall(r"\bpart \S+ (\d+)", body)]
+               for name, body in bodies.items()}  # fmt: skip
+    for what, parts in PARTS_OF.items():
+        repeated = {"mode": "modes-", "sanitize": "sanitizer-"}
+        total = int(build) + sum(seconds[what])
+        for name, begin in repeated.items():
+            total += seconds[name][0] * sum(part.startswith(begin) for part in parts)
+        assert 400 < total <= 470, (what, total)
 
 
 def test_the_tests_of_modes_exist():
-    file, names = re.search(r"(tests/gpu/\S+\.py)::test_\{(\S+)\}", SCRIPT.read_text()).groups()
+    script = SCRIPT.read_text()
+    for folder, names in re.findall(r"(tests/gpu/test_gpu_)\{(\S+)\}\.py", script):
+        assert all((ROOT / f"{folder}{name}.py").exists() for name in names.split(","))
+    file, names = re.search(r"(tests/gpu/\S+\.py)::test_\{(\S+)\}", script).groups()
     text = (ROOT / file).read_text()
     for name in names.split(","):
         assert f"def test_{name}(" in text

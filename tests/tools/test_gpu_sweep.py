@@ -12,6 +12,8 @@ from pycomm.bench import cli
 from pycomm.bench.gpu import kernels, sweep
 from pycomm.bench.report import KIB, MIB
 
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/h200/gpu.json"
+
 
 def rows(crossovers, among="threads"):
     """One-shot is faster up to the given size by number of ranks."""
@@ -183,6 +185,16 @@ def test_without_a_gpu(monkeypatch, capsys):
 def test_what_is_profiled_runs():
     with contextlib.ExitStack() as stack:
         made = kernels.calls("cpu", stack, count=1 << 14)
+        rows = json.loads(RESULTS.read_text())["rows"]
         assert len(made) == 8
+        assert made.keys() <= {row["name"] for row in rows}
         for call in made.values():
             call()
+
+
+def test_the_worst_kernels_are_profiled(tmp_path):
+    results = tmp_path / "gpu.json"
+    assert kernels.worst(str(results), ["a", "b"]) == ["a", "b"]
+    rows = [{"name": name, "share": share} for name, share in (("a", 0.9), ("b", 0.4), ("c", 0.6))]
+    results.write_text(json.dumps({"rows": rows}))
+    assert kernels.worst(str(results), ["a", "b", "c", "new"], 3) == ["new", "b", "c"]

@@ -49,6 +49,7 @@ class Loopback:
         """Captures a graph; from then on the call replays it."""
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.fill()
+        self._stream.wait_stream(torch.cuda.current_stream())
         self.enqueue()  # connects the ranks, which is impossible in a capture
         torch.cuda.synchronize()
         graph = self._graph = torch.cuda.CUDAGraph()
