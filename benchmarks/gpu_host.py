@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -39,8 +40,7 @@ def all_reduces(group: pycomm.Group) -> float:
 
 def of_cupy(group: pycomm.Group) -> float:
     """The same, of an array of CuPy."""
-    import cupy
-
+    cupy: Any = importlib.import_module("cupy")
     x = cupy.ones(COUNT, dtype=cupy.float32)
     return host_us(lambda: pycomm.all_reduce(x, "avg", group=group))
 
