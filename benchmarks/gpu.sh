@@ -69,7 +69,7 @@ communication() {
   part separate 60 env CUDA_MODULE_LOADING=EAGER "${pytest[@]}" tests/gpu/test_gpu_{separate,faults}.py
   part inductor 60 "${pytest[@]}" -k compiled tests/gpu/test_gpu_ops.py
   part captured 60 "${pytest[@]}" -k captured tests/gpu/test_gpu_{examples,optim}.py
-  part processes 50 "${bench[@]}" all_reduce --device cuda --ranks "$ranks" -n 15 -w 0 \
+  part processes 50 "${bench[@]}" all_reduce --device cuda --ranks "${ranks:-4}" -n 15 -w 0 \
     -b 1K -e 64M -f 16 --peer nccl,symm_mem -J "$out/processes.json"
 }
 

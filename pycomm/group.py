@@ -656,8 +656,7 @@ class Group:
 
     def _leave(self) -> None:
         self._join_cuda, self._succession = _no_cuda, None  # which refer to this group
-        side, self._cuda = self._cuda, None
-        span, self._span = self._span, None
+        side, span, self._cuda, self._span = self._cuda, self._span, None, None
         with contextlib.ExitStack() as last_first:  # the others also if one raises
             last_first.callback(self._core.close)
             if span is not None:
