@@ -1,4 +1,4 @@
-"""The protocols of csrc/cuda, as small programs, in the PTX memory model (docs/how-to/cuda.md).
+"""The protocols of csrc/cuda (docs/explanation/kernels.md) as programs in the PTX memory model.
 
 Every part of a protocol can be left out. Then the model allows old data or a race, so each part is
 needed, and the checks can fail.
