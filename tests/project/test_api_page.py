@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -59,6 +60,22 @@ def test_every_kind_of_error_is_listed():
     assert {"RuntimeError", "Timeout"} < raised
     caught = {"OSError", "ConnectionError", "TimeoutError"}
     assert {name for name in raised if name not in section} == {"SystemExit", *caught}
+
+
+@pytest.mark.parametrize("kind", [pycomm.DataParallel, pycomm.Sharding])
+def test_options_of_training(kind):
+    """The tables have every option, in order, with its default."""
+    page = (ROOT / "docs/reference/options.md").read_text()
+    section = page.partition(f"## Of {kind.__name__}\n")[2].partition("\n## ")[0]
+    rows = [re.split(r" *\| *", line)[1:-1] for line in section.splitlines() if "| `" in line]
+    required = inspect.Parameter.empty
+    expected = [
+        (f"`{name}`", "none" if option.default is required else f"`{option.default}`")
+        for name, option in inspect.signature(kind).parameters.items()
+        if name != "module"
+    ]
+    assert [(row[0], row[2].partition(":")[0]) for row in rows] == expected
+    assert all(row[1] and row[3] for row in rows)
 
 
 def test_signatures_of_operators():
