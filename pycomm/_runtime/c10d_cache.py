@@ -58,11 +58,13 @@ def _folder() -> Path:
     """torch.utils.cpp_extension uses the same variables, but its import takes long.
 
     Raises:
-        OSError: there is no variable, and the user has no home.
+        OSError: there is no variable, and the user has no home, or an empty one.
     """
     if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(folder) / "pycomm"
     if not (user_cache := os.environ.get("XDG_CACHE_HOME")):
+        if os.environ.get("HOME") == "":  # "~/" would be the root of the file system
+            raise OSError("the variable HOME is empty")
         try:
             user_cache = str(Path("~/.cache").expanduser())
         except RuntimeError as error:  # as in a container, for a user without a name

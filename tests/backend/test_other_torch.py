@@ -248,6 +248,8 @@ def test_a_user_without_a_home(here, monkeypatch):
     for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     refuses("no home directory", "Set TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("HOME", "")
+    refuses("HOME is empty", "Set TORCH_EXTENSIONS_DIR")
     assert calls(here) == 1
 
 

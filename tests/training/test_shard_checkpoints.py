@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from optimizing import Case
 from torch import nn
 from torch.distributed import tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -200,10 +201,18 @@ def save(group, case, shard, folder):
     state = {"model": model.state_dict(), "optimizer": optimizer.sharded_state_dict(model)}
     assert {*state["optimizer"]["state"]} == {*dict(trained(model))}
     dcp.save(state, checkpoint_id=folder / "sync")
-    saving = dcp.async_save(state, checkpoint_id=folder / "async")
+    saving = dcp.async_save(state, **asynchronous(folder / "async", shard))
     train(model, optimizer, group.rank, range(3, 5))
     saving.result()
     return everything(model, optimizer)
+
+
+def asynchronous(folder, shard):
+    """The arguments of async_save for its own writer, and for one of the user."""
+    if shard == "optimizer":
+        return {"checkpoint_id": folder}
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    return {"storage_writer": dcp.FileSystemWriter(folder), "async_stager": stager}
 
 
 def trained(model):
