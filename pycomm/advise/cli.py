@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm.advise import advice, constants, measure
 from pycomm.advise.advice import Question
 from pycomm.advise.model import MOST_RANKS, Cluster, Link, compression_of
 from pycomm.bench import launch
-from pycomm.bench.report import writable
+from pycomm.bench.report import number_in, whole, writable
 
 DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 QUESTION = ("params", "ranks", "nodes", "step_ms")
@@ -49,28 +49,6 @@ def density(text: str) -> float:
     return value
 
 
-def number_in(low: float, high: float, what: str) -> Callable[[str], float]:
-    """Makes a parser of numbers above `low` and at most `high`."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low < value <= high or math.isinf(value):
-            raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
-        return value
-
-    return parse
-
-
-def whole(text: str) -> int:
-    """Parses a number of ranks or nodes, from 1 to the model's largest."""
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 to {MOST_RANKS}, got {text!r}")
-    return int(text)
-
-
 def make_parser() -> argparse.ArgumentParser:
     """All flags, with their units."""
     parser = argparse.ArgumentParser(
@@ -81,8 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--params", type=count, metavar="N", help="parameters of the model: 125M, 1.3B")
-    add("--ranks", type=whole, metavar="N", help="ranks of all nodes together")
-    add("--nodes", type=whole, metavar="N", help="number of nodes")
+    add("--ranks", type=whole(1, MOST_RANKS), metavar="N", help="ranks of all nodes together")
+    add("--nodes", type=whole(1, MOST_RANKS), metavar="N", help="number of nodes")
     add("--link", type=rate, metavar="RATE",
         help="rate of a node's link: 100Mbit, 1Gbit (default: the measured one)")  # fmt: skip
     add("--step-ms", type=number_in(0, math.inf, "milliseconds such as 400"),

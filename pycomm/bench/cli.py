@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import select
 import shlex
@@ -40,7 +39,9 @@ from pycomm.bench.report import (
     Results,
     Settings,
     human_bytes,
+    number_in,
     picture,
+    whole,
     writable,
 )
 
@@ -88,7 +89,7 @@ STEPS_HELP = "timed steps (default: 21, or as many as fit into 0.25 s)"
 COMPRESSION_HELP = "none, bf16, fp16, int8, int8:BLOCK, topk:DENSITY"
 COMPRESSIONS = ("none", "bf16", "fp16", "int8", "topk:0.01")
 DEVICES = ("cpu", "cuda")
-MOST_SECONDS = 1e6
+SECONDS = number_in(0, 1e6, "seconds above 0 and at most 1e+06")
 UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 
 
@@ -282,7 +283,7 @@ def _add_how_flags(command: argparse.ArgumentParser, collective: str) -> None:
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="verify results (default 1)")
     if collective == "all_reduce":
         add("--feedback", action="store_true", help="compress with a residual")
-    add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
+    add("--timeout", type=SECONDS, default=60.0, help="seconds to wait for a rank (default 60)")
     add("--brief", action="store_true", help="print only medians, as they come")
 
 
@@ -309,7 +310,7 @@ def _add_scaling_flags(command: argparse.ArgumentParser) -> None:
     add("--device", choices=DEVICES, default="cpu")
     add("--ranks", dest="counts", type=counts, default=(1, 2), metavar="N,N,...",
         help="numbers of processes to start (default 1,2)")  # fmt: skip
-    add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
+    add("--timeout", type=SECONDS, default=60.0, help="seconds to wait for a rank (default 60)")
     _add_run_flags(command, STEPS_HELP)
 
 
@@ -373,7 +374,7 @@ def _add_c10d_flags(command: argparse.ArgumentParser) -> None:
 def _add_rank_flags(command: argparse.ArgumentParser, iters_help: str) -> None:
     add = command.add_argument
     add("--ranks", type=whole(2), default=2, help="processes to start (default 2)")
-    add("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank (default 60)")
+    add("--timeout", type=SECONDS, default=60.0, help="seconds to wait for a rank (default 60)")
     _add_run_flags(command, iters_help)
 
 
@@ -420,17 +421,6 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(map(size, text.split(",")))
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Makes a parser of whole numbers that are at least `least`."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a number from {least} on, got {text!r}")
-        return int(text)
-
-    return parse
-
-
 def counts(text: str) -> tuple[int, ...]:
     """Parses a comma-separated list of numbers that grow, such as ``1,2,4,8``."""
     words = text.split(",")
@@ -438,19 +428,6 @@ def counts(text: str) -> tuple[int, ...]:
     if numbers != sorted(set(numbers)) or numbers[0] < 1:
         raise argparse.ArgumentTypeError(f"expected numbers from 1 on that grow, got {text!r}")
     return tuple(numbers)
-
-
-def seconds(text: str) -> float:
-    """Parses a time to wait, in seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(
-            f"expected seconds above 0 and at most {MOST_SECONDS:g}, got {text!r}"
-        )
-    return value
 
 
 def some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

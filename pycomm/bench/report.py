@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 from abc import ABC, abstractmethod
@@ -291,3 +292,30 @@ def writable(text: str) -> str:
     if file.is_dir() or not all(os.access(place, os.W_OK) for place in places):
         raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
     return text
+
+
+def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Makes a parser of whole numbers from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            end = "on" if most == math.inf else f"to {most}"
+            raise argparse.ArgumentTypeError(f"expected a number from {least} {end}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def number_in(low: float, high: float, what: str) -> Callable[[str], float]:
+    """Makes a parser of numbers above `low` and at most `high`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low < value <= high or math.isinf(value):
+            raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+        return value
+
+    return parse
