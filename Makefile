@@ -166,8 +166,9 @@ wheel: torch-headers $(VENV)/.wheel
 	$(BIN)/twine check --strict dist/*
 	ls -sh dist
 
+# FRAMEWORKS=1 also tries the examples of training frameworks, which take about 1 GB.
 try-wheel:
-	PYTHON=$(PYTHON) TORCH="$(TORCH)" .ci/try-wheel
+	PYTHON=$(PYTHON) TORCH="$(TORCH)" FRAMEWORKS=$(FRAMEWORKS) .ci/try-wheel
 
 $(VENV)/.lint: $(VENV)/.built
 	$(BIN)/pip install -q --group lint
