@@ -62,18 +62,16 @@ def test_every_kind_of_error_is_listed():
     assert {name for name in raised if name not in section} == {"SystemExit", *caught}
 
 
-@pytest.mark.parametrize("kind", [pycomm.DataParallel, pycomm.Sharding])
+@pytest.mark.parametrize("kind", [pycomm.DataParallel, pycomm.hooks.CommState, pycomm.Sharding])
 def test_options_of_training(kind):
     """The tables have every option, in order, with its default."""
     page = (ROOT / "docs/reference/options.md").read_text()
     section = page.partition(f"## Of {kind.__name__}\n")[2].partition("\n## ")[0]
     rows = [re.split(r" *\| *", line)[1:-1] for line in section.splitlines() if "| `" in line]
-    required = inspect.Parameter.empty
-    expected = [
-        (f"`{name}`", "none" if option.default is required else f"`{option.default}`")
-        for name, option in inspect.signature(kind).parameters.items()
-        if name != "module"
-    ]
+    defaults = {name: each.default for name, each in inspect.signature(kind).parameters.items()}
+    shown = {inspect.Parameter.empty: "none", "auto": '`"auto"`'}
+    defaults.pop("module", None)
+    expected = [(f"`{name}`", shown.get(each, f"`{each}`")) for name, each in defaults.items()]
     assert [(row[0], row[2].partition(":")[0]) for row in rows] == expected
     assert all(row[1] and row[3] for row in rows)
 
