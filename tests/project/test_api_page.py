@@ -148,5 +148,5 @@ def test_every_environment_variable_is_listed():
 
 def variables_of_builds():
     """The environment variables and the options of CMake that the page of build options names."""
-    name = r"\b[A-Z]+(?:_[A-Z]+)+\b|\bC(?:C|XX)\b"
+    name = r"\b[A-Z]+(?:_[A-Z]+)+\b|\b(?:CC|CXX|HOME)\b"
     return (set(re.findall(name, part)) for part in OPTIONS.read_text().split("## CMake"))
