@@ -11,7 +11,7 @@ JOBS ?= 4
 # "make test" alone takes today's.
 test: PART ?= $(shell expr $$(date +%s) / 86400 % 5)
 # --once gives a test that fails no second try.
-TESTS = OMP_NUM_THREADS=1 $(BIN)/python tests/run.py $(if $(PART),--part $(PART)) $(TRIES) -n $(JOBS)
+TESTS = OMP_NUM_THREADS=1 $(BIN)/python tests/run.py $(if $(PART),--part $(PART)) $(TRIES) -n $(JOBS) --maxschedchunk 4
 # Compute capabilities for which the kernels are compiled and read.
 ARCHITECTURES ?= 80 90 100
 

@@ -27,6 +27,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    # Long tests first, so that no process still runs one when the others have nothing left.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     part = config.getoption("part")
     if part is None:
         return
