@@ -32,7 +32,6 @@ assert losses["exact"] < losses["sign_all_reduce"] < losses["no_residual"] < 2 *
 """
 OF_DDP = "model = DistributedDataParallel(net)"
 STATE = "model, state = net, pycomm.hooks.Int8State(net.named_parameters())"
-TORCHS_HOOKS = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
 RECEIVERS = """
 Path("metrics").mkdir()
 writer, meter, sys.modules["mlflow"], sys.modules["wandb"] = (mock.Mock() for _ in range(4))
@@ -102,14 +101,11 @@ PROGRAMS = {
     ),
     "docs/how-to/coming-from.md": ("", {}, DEALT),
     "docs/how-to/data-parallel.md": (
-        GROUP,
+        IMPORTS,
         {
-            "state.register(model)": "model = net",
-            "DataParallel(model, compression": "model = net",
             "register_comm_hook(None, pycomm": OF_DDP,
             'torch.save({"model"': STATE,
             'algorithm="ring"': "model = net",
-            "bf16_compress_wrapper(": TORCHS_HOOKS + OF_DDP,
             "even_batches(loader)": "model, loader = pycomm.DataParallel(net), batches[: 1 + rank]",
             'states="8bit"': HALF,
             "outer_parameters()": ERROR_RESET + "validate = print",
