@@ -187,6 +187,13 @@ class StepDescription {
   // A number that changes with the tables.
   std::int64_t edition() const { return edition_; }
 
+  // For Python's garbage collector: a parameter may lead back to its optimizer.
+  int visit_params(visitproc visit, void* arg) const {
+    for (const Parameter& param : params_) Py_VISIT(param.tensor.ptr());
+    return 0;
+  }
+  void clear_params() { std::exchange(params_, {}); }
+
  private:
   struct Parameter {
     py::object tensor;
@@ -253,6 +260,26 @@ class StepDescription {
   std::int64_t edition_ = 0;
 };
 
+// Null while it is being made.
+StepDescription* made_in(PyObject* object) {
+  const auto place = reinterpret_cast<py::detail::instance*>(object)->get_value_and_holder();
+  return place.holder_constructed() ? place.value_ptr<StepDescription>() : nullptr;
+}
+
+void let_collect(PyHeapTypeObject* heap_type) {
+  PyTypeObject& type = heap_type->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* object, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(object));
+    const StepDescription* const made = made_in(object);
+    return made != nullptr ? made->visit_params(visit, arg) : 0;
+  };
+  type.tp_clear = [](PyObject* object) {
+    if (StepDescription* const made = made_in(object)) made->clear_params();
+    return 0;
+  };
+}
+
 }  // namespace
 
 void bind_step_description(py::module_& m) {
@@ -263,7 +290,7 @@ void bind_step_description(py::module_& m) {
            py::overload_cast<const py::handle&, const py::handle&, const py::handle&>(
                &RowDescription::fits, py::const_),
            py::arg("param"), py::arg("grad"), py::arg("state"));
-  py::class_<StepDescription>(m, "StepDescription")
+  py::class_<StepDescription>(m, "StepDescription", py::custom_type_setup(&let_collect))
       .def(py::init<py::list, py::list, py::list, py::list, py::handle>(), py::arg("params"),
            py::arg("rows"), py::arg("versioned"), py::arg("tables"), py::arg("states"))
       .def("begin", &StepDescription::begin, py::arg("groups"), py::arg("states"))

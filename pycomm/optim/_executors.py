@@ -180,9 +180,6 @@ class Prepared:
             params: all parameters of the optimizer.
             states: its states.
         """
-        from pycomm._runtime.c10d import tensor_reader
-
-        _C.set_tensor_reader(tensor_reader)
         known = {id(row.param): row for row in self.rows}
         rows = [known.get(id(param)) for param in params]
         self.description = _C.StepDescription(

@@ -264,13 +264,20 @@ class FusedOptimizer(DividedOptimizer):
 
     def _row_options(self) -> list[tuple[Any, ...]]:
         return [
-            (id(group), *_executors.row_options(group, self._state_names(group)))
+            (
+                *(id(group), len(group["params"])),
+                *_executors.row_options(group, self._state_names(group)),
+            )
             for group in self.param_groups
         ]
 
     def _prepared(self) -> Prepared | None:
         """New tables; None without a gradient."""
         before = self._rows.copy()
+        if before:  # no rows of a first step are used again, which loads less without this
+            from pycomm._runtime.c10d import tensor_reader
+
+            _C.set_tensor_reader(tensor_reader)
         tables, rows, grads = self._tables()
         if not rows and not self._has_dtensors:
             return None

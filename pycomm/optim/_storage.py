@@ -289,7 +289,7 @@ def segment(
     Raises:
         ChangedError: the parameter is not dense, or a state is missing or has the wrong device,
             shape, strides or type.
-        ValueError: parameter or gradient have lost their memory.
+        ValueError: parameter, gradient or a state has lost its memory.
     """
     # This runs for hundreds of parameters in every step, so it is kept fast.
     shape, stride, count = param.shape, param.stride(), param.numel()
@@ -299,20 +299,20 @@ def segment(
     # Without states there are no dense strides to compare with.
     if not names and not param.is_contiguous() and dense_strides(param) != stride:
         raise ChangedError
-    words = [param.data_ptr(), grad.data_ptr(), 0, 0, 0, 0, 0, 0, 0]
-    words += [step.data_ptr(), count, first, stream, 0]
+    words = [_address("parameter", param), _address("gradient", grad), 0, 0, 0, 0, 0, 0, 0]
+    words += [_address("step", step), count, first, stream, 0]
     kinds = _KINDS[param.dtype] | _KINDS[grad.dtype] << 8
     for place, name in enumerate(names, 3):
         tensor = state.get(place_of(name, dtype))
         if tensor is None or not _fits(tensor, dtype, shape, stride):
             raise ChangedError
-        words[place] = tensor.data_ptr()
+        words[place] = _address(name, tensor)
         kinds |= _KINDS[dtype] << 8 * place
         if dtype == torch.uint8:
             scales = state[scale_name(name)]
             if scales.numel() * BLOCK < count:
                 raise ChangedError
-            words[place + 3] = scales.data_ptr()
+            words[place + 3] = _address(scale_name(name), scales)
     master = master_beside(param, group["master_weights"])
     for option, (name, kind, dtype, beside) in _MASTER_KINDS.items():
         tensor = state.get(name)
@@ -321,12 +321,17 @@ def segment(
         if tensor is not None:
             if param.dtype not in beside or not _fits(tensor, dtype, shape, stride):
                 raise ChangedError
-            words[2] = tensor.data_ptr()
+            words[2] = _address(name, tensor)
             kinds |= kind
-    if count and not (words[0] and words[1]):
-        raise ValueError(f"a parameter of shape {tuple(shape)} or its gradient has no memory")
     words[13] = kinds
     return words
+
+
+def _address(name: str, tensor: torch.Tensor) -> int:
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)} has no memory")
+    return address
 
 
 def _fits(

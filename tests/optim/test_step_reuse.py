@@ -17,6 +17,10 @@ SHAPES = ((6, 4), (24,), (4, 6), (24,))
 OPTIONS = {"lr": 0.1, "betas": (0.4, 0.8), "weight_decay": 0.1}
 
 
+class OwnParameter(torch.nn.Parameter):
+    """A program's own class."""
+
+
 class Twins:
     """The same parameters in an optimizer of torch and in a fused one, after some steps."""
 
@@ -24,9 +28,10 @@ class Twins:
         generator = torch.Generator().manual_seed(3)
         values = [torch.randn(shape, generator=generator) for shape in SHAPES]
         sides = [list(map(torch.nn.Parameter, map(torch.clone, values))) for _ in range(2)]
+        kinds = torch.optim.AdamW, FusedAdamW
         self.sides = [
-            (sides[0], torch.optim.AdamW(sides[0], **OPTIONS)),
-            (sides[1], FusedAdamW(sides[1], **OPTIONS)),
+            (side, kind([{"params": side[:3]}, {"params": side[3:], "lr": 0.01}], **OPTIONS))
+            for side, kind in zip(sides, kinds, strict=True)
         ]
         self.number = 0
         self.tables = 0  # how often they were made
@@ -196,6 +201,11 @@ def a_group_split(params, optimizer):  # noqa: ARG001
     groups.append({**groups[0], "params": [groups[0]["params"].pop()], "lr": 0.5})
 
 
+def a_parameter_in_the_next_group(params, optimizer):  # noqa: ARG001
+    groups = optimizer.param_groups
+    groups[1]["params"].insert(0, groups[0]["params"].pop())
+
+
 def another_group_object(params, optimizer):  # noqa: ARG001
     groups = optimizer.param_groups
     groups[0] = {**groups[0], "lr": 0.5}
@@ -234,6 +244,7 @@ CHANGES = [
     a_parameter_replaced,
     a_group_more,
     a_group_split,
+    a_parameter_in_the_next_group,
     another_group_object,
     another_rate,
     a_checkpoint,
@@ -271,7 +282,7 @@ def test_writes_are_counted_in_the_parameter_that_is_there():
     new = torch.nn.Parameter(params[3].data)
     new.grad = params[3].grad
     optimizer.state[new] = optimizer.state.pop(params[3])
-    optimizer.param_groups[0]["params"][3] = new
+    optimizer.param_groups[1]["params"][0] = new
     before = new._version
     optimizer.step()
     assert new._version == before + 1
@@ -324,11 +335,12 @@ def test_gradients_at_the_same_address_may_not_have_another_shape(number, shape)
 
 
 @pytest.mark.usefixtures("reader")
-def test_gradients_that_lose_their_memory_are_refused():
-    twins = Twins()
-    params, optimizer = twins.sides[1]
-    params[0].grad.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="has no memory"):
+@pytest.mark.parametrize("name", ["gradient", "step", "exp_avg", "exp_avg_sq"])
+def test_tensors_that_lose_their_memory_are_refused(name):
+    params, optimizer = Twins().sides[1]
+    tensors = optimizer.state[params[0]] | {"gradient": params[0].grad}
+    tensors[name].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"^{name} of shape .* has no memory"):
         optimizer.step()
 
 
@@ -340,8 +352,30 @@ def test_no_gradient_is_kept():
     freed = weakref.ref(params[0].grad.untyped_storage()), weakref.ref(params[0].grad)
     optimizer.step()
     optimizer.zero_grad()
-    gc.collect()
     assert [one() for one in freed] == [None, None]
+
+
+def test_a_parameter_may_lead_to_its_optimizer():
+    params, optimizer = Twins().sides[1]
+    assert optimizer._last is not None
+    params[0].optimizer = optimizer
+    freed = weakref.ref(params[0])
+    del params, optimizer
+    gc.collect()
+    assert freed() is None
+
+
+@pytest.mark.skipif(tensor_reader is None, reason="pycomm was installed for another torch")
+def test_parameters_of_other_classes():
+    _C.set_tensor_reader(None)  # as before the first step of a process
+    params = [OwnParameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))]
+    optimizer = FusedAdamW(params)
+    for _ in range(4):
+        for param in params:
+            param.grad = torch.ones(3)
+        optimizer.step()
+    assert optimizer._last is not None
+    assert torch.equal(*params)
 
 
 @pytest.mark.usefixtures("reader")
@@ -368,7 +402,7 @@ def test_copies_and_writes_are_counted():
         optimizer.step()
         assert [param._version for param in params] == [count + 1 for count in before]
     assert twin._last is None
-    copied = twin.param_groups[0]["params"]
+    copied = [param for group in twin.param_groups for param in group["params"]]
     for param, grad in zip(copied, [param.grad for param in params], strict=True):
         param.grad = grad
     for _ in range(3):
