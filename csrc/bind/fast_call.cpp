@@ -203,6 +203,7 @@ struct Names {
   PyObject* default_group;
   PyObject* handle;
   PyObject* cuda;
+  PyObject* shares_device;
   PyObject* dtype;
   PyObject* codec;
   PyObject* momentum;
@@ -279,6 +280,12 @@ std::int64_t whole_number(PyObject* argument, std::int64_t end) {
   return overflow == 0 && number >= 0 && number < end ? number : -1;
 }
 
+py::object attribute(PyObject* object, PyObject* name) {
+  PyObject* const value = PyObject_GetAttr(object, name);
+  if (value == nullptr) throw_python_error();
+  return py::reinterpret_steal<py::object>(value);
+}
+
 // The group's engine, or null if the group is to be examined in Python.
 cpu::Group* engine_of(PyObject* group) {
   if (reinterpret_cast<PyObject*>(Py_TYPE(group)) != ours.group_type) return nullptr;
@@ -305,7 +312,8 @@ Kernels kernels_of(PyObject* group, int device) {
     PyErr_Clear();
   } else if (!found.holder.is_none() && records_streams()) {
     auto& kernels = found.holder.cast<cuda::Group&>();
-    const bool refused = kernels.launches_together() && in_backward();  // with an error of Python's
+    const py::object shares = attribute(side.ptr(), names.shares_device);
+    const bool refused = shares.ptr() != Py_False && in_backward();  // with an error of Python's
     if (kernels.device() == device && !refused) found.group = &kernels;
   }
   return found;
@@ -447,12 +455,6 @@ bool read_residual(PyObject* residual, Tensors& tensors, Feedback& feedback) {
   }
   if (view.count != 0) feedback.residual = static_cast<float*>(view.data);
   return true;
-}
-
-py::object attribute(PyObject* object, PyObject* name) {
-  PyObject* const value = PyObject_GetAttr(object, name);
-  if (value == nullptr) throw_python_error();
-  return py::reinterpret_steal<py::object>(value);
 }
 
 // What the compression's method codec() returns; nothing if it refuses the tensor.
@@ -656,8 +658,9 @@ void bind_fast_call(py::module_& m) {
   m.def("set_up_short_way", [](py::object group_type, py::dict module, py::dict ops,
                                py::dict algorithms, py::object work_type) {
     const auto interned = [](const char* text) { return PyUnicode_InternFromString(text); };
-    names = {interned("_default"), interned("_short_way"), interned("_cuda"), interned("dtype"),
-             interned("codec"),    interned("momentum"),   interned("seed")};
+    names = {interned("_default"),      interned("_short_way"), interned("_cuda"),
+             interned("shares_device"), interned("dtype"),      interned("codec"),
+             interned("momentum"),      interned("seed")};
     ours = {group_type.release().ptr(), module.release().ptr(), ops.release().ptr(),
             algorithms.release().ptr(), work_type.release().ptr()};
   });

@@ -29,8 +29,6 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   int device() const { return endpoint_->device(); }
-  // True if ranks that are threads launch their kernels together: each waits for the others' calls.
-  bool launches_together() const { return shared_ != nullptr; }
   // Enqueues an uncompressed operation on the stream. A failure here aborts the group; the next call, or
   // check(), raises a failure in the kernel.
   void run(const Call& call, std::uintptr_t stream, const Sharding& sharding = {});

@@ -158,7 +158,8 @@ def test_errors_are_the_cpus(what: str) -> None:
     assert texts[0] == texts[1]
 
 
-def test_backward_of_threads_that_share_a_device() -> None:
+@pytest.mark.parametrize("separate_launches", [False, True])
+def test_backward_of_threads_that_share_a_device(separate_launches: bool) -> None:
     """Autograd has one thread for the device, where one rank would wait for the other."""
 
     def body(group: pycomm.Group) -> None:
@@ -173,7 +174,7 @@ def test_backward_of_threads_that_share_a_device() -> None:
         with pytest.raises(ValueError, match=refused):
             doubled.backward(torch.ones_like(doubled))
 
-    with pycomm.LocalWorld(2, timeout=20) as world:
+    with pycomm.LocalWorld(2, timeout=20, separate_launches=separate_launches) as world:
         world.run(body)
 
 
