@@ -31,6 +31,13 @@ class Released {
   std::unique_lock<std::mutex>& lock_;
 };
 
+// Returns when the core was back. Another thread may then still have the lock.
+Clock::time_point yield_without(std::unique_lock<std::mutex>& lock) {
+  const Released released(lock);
+  sched_yield();
+  return Clock::now();
+}
+
 }  // namespace
 
 bool Request::wait(Clock::duration patience) { return engine->wait(*this, patience); }
@@ -135,11 +142,7 @@ void Engine::drive(Lock& lock, Clock::time_point until, Over over) {
     }
     if (idle_since == Clock::time_point{}) idle_since = now;
     if (yielding_.pays(idle_since, now)) {
-      {
-        const Released released(lock);
-        sched_yield();
-      }
-      yielding_.took(now, Clock::now());
+      yielding_.took(now, yield_without(lock));
     } else {
       sleep =
           std::min<Clock::duration>(2 * sleep, node_.awaits_device ? kDeviceNap : kLongestSleep);
