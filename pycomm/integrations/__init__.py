@@ -11,7 +11,7 @@ def missing(module: str, package: str) -> ImportError:
 
 
 def vllm_platform() -> str | None:
-    """vLLM's platform with pycomm's collectives, if ``VLLM_PLUGINS`` names pycomm.
+    """The platform of vLLM with pycomm's collectives, if ``VLLM_PLUGINS`` names pycomm.
 
     vLLM calls this in each of its processes, because it is an entry point of the package.
     """
