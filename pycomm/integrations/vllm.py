@@ -1,4 +1,4 @@
-"""vLLM: tensor, pipeline, data and expert parallelism on CPUs with pycomm's collectives.
+"""vLLM: models on several processes with CPUs, which take pycomm's collectives.
 
 .. code-block:: shell
 
