@@ -4,8 +4,10 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import helpers
@@ -160,14 +162,22 @@ def test_two_ranks_generate_the_tokens_of_transformers(installed, tmp_path):
     path = os.pathsep.join([str(ROOT), installed])
     variables = {"PYTHONPATH": path, "VLLM_CACHE_ROOT": str(tmp_path), "PYCOMM_LOG": "info"}
     example = ROOT / "examples/frameworks/with_vllm.py"
-    run = subprocess.run(
-        [sys.executable, example, tmp_path / "model"],
-        env=os.environ | variables,
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, example, tmp_path / "model"],
+            env=os.environ | variables, stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+    try:
+        status = process.wait(280)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # vLLM's processes, too
+        process.wait()
+    said = output.read_text()
+    assert status == 0, said
     prompt = torch.arange(1, 9)[None]
     expected = model.generate(prompt, do_sample=False, min_new_tokens=16, max_new_tokens=16)
-    (tokens,) = re.findall(r"^tokens (.+)$", run.stdout, re.MULTILINE)
+    (tokens,) = re.findall(r"^tokens (.+)$", said, re.MULTILINE)
     assert json.loads(tokens) == expected[0, prompt.numel() :].tolist()
-    assert "pycomm.group INFO rank 1 of 2" in run.stderr
+    assert "pycomm.group INFO rank 1 of 2" in said
