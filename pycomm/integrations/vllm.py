@@ -44,8 +44,9 @@ class Communicator(CpuCommunicator):
         return False  # so that vLLM does not set up memory for its own collectives
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """Sums tensors."""
-        total: torch.Tensor = _ops.all_reduce(input_, "sum", "auto", self.group.name)
+        """Sums tensors, in place if they are contiguous, as vLLM's own communicator does."""
+        total = input_.contiguous()
+        _ops.all_reduce_(total, "sum", "auto", self.group.name)
         return total
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
