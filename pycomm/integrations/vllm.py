@@ -103,14 +103,15 @@ class Communicator(CpuCommunicator):
         others = {key: x for key, x in tensor_dict.items() if key not in tensors}
         kinds = [(key, x.dtype, x.shape) for key, x in tensors.items()]
         head = torch.frombuffer(bytearray(pickle.dumps((kinds, others))), dtype=torch.uint8)
-        for tensor in (torch.tensor(head.numel()), head, *tensors.values()):
+        size = torch.tensor(head.numel(), dtype=torch.int64, device="cpu")
+        for tensor in (size, head, *tensors.values()):
             p2p.send(tensor, dst, group=self.group)
 
     def recv_tensor_dict(self, src: int) -> dict[str, Any]:
         """Receives a dictionary."""
 
         def receive(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
             p2p.recv(tensor, src, group=self.group)
             return tensor
 
