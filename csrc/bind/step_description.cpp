@@ -72,7 +72,10 @@ class RowDescription {
       return;
     }
     for (const auto& [name, value] : py::reinterpret_borrow<py::dict>(state)) {
-      names_.push_back(py::reinterpret_borrow<py::object>(name));
+      held_.push_back(py::reinterpret_borrow<py::object>(name));
+      TensorDescription tensor;
+      if (!describe(value.ptr(), tensor))
+        held_.push_back(py::reinterpret_borrow<py::object>(value));
     }
     known_ = visit(param.ptr(), own, its_grad, state.ptr(), note);
   }
@@ -105,7 +108,7 @@ class RowDescription {
 
   bool known_ = false;
   std::vector<std::uint64_t> words_;
-  std::vector<py::object> names_;  // held, because their addresses stand for them
+  std::vector<py::object> held_;  // objects whose addresses stand for them
 };
 
 // All parameters of an optimizer, after a step.

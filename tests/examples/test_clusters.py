@@ -8,6 +8,7 @@ import subprocess
 
 import pages
 import programs
+import pytest
 import yaml
 
 NODES = 2
@@ -107,6 +108,7 @@ def variables_in(path):
     return {name: value for name, _, value in pairs if name not in ("PATH", "PWD", "OLDPWD")}
 
 
+@pytest.mark.slow
 def test_ranks_meet(tmp_path):
     """Each cluster's ranks, on a free port of this machine."""
     clusters = {"Kubernetes": nodes_of_kubernetes(), "SLURM": nodes_of_slurm(tmp_path)}
