@@ -34,7 +34,7 @@ These compress, and take a compression as text (:func:`pycomm.parse_compression`
 
 ``group_size`` is ``group.size``. Gradients exist for the reductions ``"sum"`` and ``"avg"``. Other
 reductions, and operations without a gradient, raise ValueError if a tensor requires grad, unless
-grad mode is off.
+grad mode is off. Errors have the classes of pycomm's functions, also in compiled programs.
 
 The kernels are in csrc/bind/ops.cpp and pycomm/_kernels.py, the fake kernels and gradient formulas
 here.

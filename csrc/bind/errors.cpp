@@ -85,6 +85,12 @@ void set_python_error() noexcept {
   }
 }
 
+void throw_as_python() {
+  const WithGil gil;
+  set_python_error();
+  throw py::error_already_set();
+}
+
 void check_signals() {
   const WithGil gil;
   if (PyErr_Occurred() != nullptr) return;  // another error is already set

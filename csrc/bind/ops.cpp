@@ -7,10 +7,12 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bind/dtypes.h"
 #include "bind/gil.h"
+#include "bind/python.h"
 #include "bind/registry.h"
 #include "cpu/group/group.h"
 
@@ -192,6 +194,21 @@ Tensor broadcast(Tensor tensor, int64_t src, std::string group) {
   return result;
 }
 
+// A kernel whose errors are of the classes that other calls of pycomm raise. torch has a class for few
+// exceptions of C++, and which ones depends on its version.
+template <auto kernel>
+struct Raising;
+template <class Result, class... Args, Result (*kernel)(Args...)>
+struct Raising<kernel> {
+  static Result call(Args... args) {
+    try {
+      return kernel(std::move(args)...);
+    } catch (...) {
+      throw_as_python();
+    }
+  }
+};
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(pycomm, m) {
@@ -208,16 +225,16 @@ STABLE_TORCH_LIBRARY(pycomm, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pycomm, CPU, m) {
-  m.impl("all_reduce_", TORCH_BOX(&all_reduce_));
-  m.impl("all_reduce", TORCH_BOX(&all_reduce));
-  m.impl("reduce", TORCH_BOX(&reduce));
-  m.impl("reduce_scatter", TORCH_BOX(&reduce_scatter));
-  m.impl("all_gather", TORCH_BOX(&all_gather));
-  m.impl("all_to_all", TORCH_BOX(&all_to_all));
-  m.impl("broadcast", TORCH_BOX(&broadcast));
-  m.impl("reduce_scatter_", TORCH_BOX(&reduce_scatter_));
-  m.impl("all_gather_", TORCH_BOX(&all_gather_));
-  m.impl("broadcast_", TORCH_BOX(&broadcast_));
+  m.impl("all_reduce_", TORCH_BOX(&Raising<&all_reduce_>::call));
+  m.impl("all_reduce", TORCH_BOX(&Raising<&all_reduce>::call));
+  m.impl("reduce", TORCH_BOX(&Raising<&reduce>::call));
+  m.impl("reduce_scatter", TORCH_BOX(&Raising<&reduce_scatter>::call));
+  m.impl("all_gather", TORCH_BOX(&Raising<&all_gather>::call));
+  m.impl("all_to_all", TORCH_BOX(&Raising<&all_to_all>::call));
+  m.impl("broadcast", TORCH_BOX(&Raising<&broadcast>::call));
+  m.impl("reduce_scatter_", TORCH_BOX(&Raising<&reduce_scatter_>::call));
+  m.impl("all_gather_", TORCH_BOX(&Raising<&all_gather_>::call));
+  m.impl("broadcast_", TORCH_BOX(&Raising<&broadcast_>::call));
 }
 
 }  // namespace pycomm::bind

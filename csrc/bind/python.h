@@ -35,6 +35,9 @@ class PythonError : public std::runtime_error {
 // Sets the Python error for the C++ exception that is being handled.
 void set_python_error() noexcept;
 
+// Throws the Python error for the C++ exception that is being handled, for callers that know no other.
+[[noreturn]] void throw_as_python();
+
 // Runs Python's signal handlers, so that Ctrl-C and other signals can end a long wait.
 void check_signals();
 

@@ -1,6 +1,7 @@
 """torch.ops.pycomm: opcheck's requirements, and the same results in torch.compile."""
 
 import gc
+import threading
 
 import compiled_step
 import helpers
@@ -177,6 +178,35 @@ def test_same_results_as_the_functions(world):
         )
 
     assert world(3).run(body) == [True] * 3
+
+
+def test_errors_are_those_of_other_calls(world):
+    """Also in a compiled program, and where autograd is off."""
+
+    def body(group):
+        summed = torch.compile(
+            lambda x: OPS.all_reduce(x, "sum", "auto", group.name) + 1, backend="aot_eager"
+        )
+        with pytest.raises(pycomm.Mismatch) as caught, torch.inference_mode(group.rank == 0):
+            summed(torch.ones(3 + group.rank))
+        return caught.value.operation, caught.value.sequence
+
+    assert world(2).run(body) == [("all_reduce", 1)] * 2
+
+
+def test_a_missing_rank(world):
+    late = threading.Event()
+
+    def body(group):
+        if group.rank == 1:
+            late.wait(30)
+            return None
+        with pytest.raises(pycomm.Timeout) as caught:
+            OPS.broadcast_(torch.ones(3), 1, group.name)
+        late.set()
+        return caught.value.rank
+
+    assert world(2, timeout=0.2).run(body) == [1, None]
 
 
 def test_the_name_of_a_group_that_is_gone(world):
