@@ -1,11 +1,12 @@
 """All private parts of torch that pycomm uses.
 
-They exist in torch 2.11, 2.12, 2.13 and 2.14.
+They exist in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from contextlib import contextmanager
@@ -166,26 +167,25 @@ def before_checkpoints(check: Callable[[], None]) -> None:
     Callers look both functions up in their module, except for torch's composable checkpoint().
     """
     module: Any = checkpoint
-    reentrant = module.CheckpointFunction.forward
-    other = module._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" if hasattr(module, f"{name}_impl") else ""  # from torch 2.15 on
 
-    @functools.wraps(reentrant)
-    def forward(ctx: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        if preserve_rng_state:
-            check()
-        return reentrant(ctx, function, preserve_rng_state, *args)
+    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        bind = inspect.signature(function).bind
 
-    @functools.wraps(other)
-    def generator(function: Any, preserve_rng_state: bool = True, *args: Any, **named: Any) -> Any:
-        if preserve_rng_state:
-            check()
-        return other(function, preserve_rng_state, *args, **named)
+        @functools.wraps(function)
+        def wrapper(*args: Any, **named: Any) -> Any:
+            if bind(*args, **named).arguments.get("preserve_rng_state", True):
+                check()
+            return function(*args, **named)
 
-    module.CheckpointFunction.forward = staticmethod(forward)
-    module._checkpoint_without_reentrant_generator = generator
-    composable: Any = sys.modules.get("torch.distributed._composable.checkpoint_activation")
-    if composable is not None:
-        composable._checkpoint_without_reentrant_generator = generator
+        return wrapper
+
+    generator = checked(getattr(module, name))
+    module.CheckpointFunction.forward = staticmethod(checked(module.CheckpointFunction.forward))
+    for user in (module, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
+        if user is not None:
+            setattr(user, name, generator)
 
 
 def fsdp_interfaces() -> tuple[Any, Any]:
