@@ -92,6 +92,7 @@ def train(
     paths, staged = [], []
     for number in range(STEPS):
         if number > 0:
+            pycomm.barrier(group=group)  # until then, the other rank may read what is staged
             staging(group).zero_()
         step(group, model, number)
         torch.cuda.synchronize()
