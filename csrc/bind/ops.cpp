@@ -40,7 +40,7 @@ void run(cpu::Group& group, const Operation& kind, const Tensor& input, const Te
   const auto sizes = block.sizes();
   call.details.set_shape(sizes.data(), static_cast<int>(sizes.size()));
   const WithoutTurn no_turn;  // torch has released the GIL
-  group.run(call);
+  group.run(call, check_signals);
 }
 
 // Checks that a tensor has one block per rank.

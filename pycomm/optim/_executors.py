@@ -94,11 +94,9 @@ class Row:
         if not (same and self.description.fits(local(param), grad, state)):
             return False
         address = grad.data_ptr()
-        if address != self._address and self.part is not None:
-            return False
-        if address != self._address:
-            self._address = self.words[1] = address
-        return True
+        if self.part is None:
+            self.words[1] = address
+        return self.part is None or address == self._address
 
     def add_to(self, table: array[int]) -> None:
         """Adds the row's words for this step."""

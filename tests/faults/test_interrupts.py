@@ -65,7 +65,11 @@ def in_wait(group):
     pycomm.barrier(group=group, async_op=True).wait()
 
 
-@pytest.mark.parametrize("where", [in_close, in_wait])
+def in_an_operation_of_torch(group):
+    torch.ops.pycomm.all_reduce(torch.ones(3), "sum", "auto", group.name)
+
+
+@pytest.mark.parametrize("where", [in_close, in_wait, in_an_operation_of_torch])
 def test_ctrl_c_is_an_abort_elsewhere(world, where):
     """Rank 2 never comes."""
     groups = world(3).groups

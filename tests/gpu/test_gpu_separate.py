@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def results(group: pycomm.Group) -> list[torch.Tensor]:
-    """Of operations of each kind: with packets, flags, codecs, several kernels."""
+    """The results of operations that use packets, flags, codecs and several kernels."""
     found = []
     for count, algorithms in (100, ["one_shot"]), (2049, ["one_shot", "two_shot", "ring", "tree"]):
         for algorithm in algorithms:

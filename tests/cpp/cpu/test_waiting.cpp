@@ -2,12 +2,15 @@
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <barrier>
+#include <chrono>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cpu/executor/waiting.h"
@@ -57,6 +60,26 @@ void yields_while_cores_come_back() {
   took(3000, 6000);
   PYCOMM_CHECK(!pays(6001, 1) && !pays(105'999, 10), "all sleep after a yield of 3 ms");
   PYCOMM_CHECK(pays(106'000, 10), "for 100 ms");
+}
+
+// The yields of ranks, each of which takes long, as if another program had got the core; negative if
+// they are the system's.
+std::atomic<int> slow_yields = -1;
+
+void sleeps_while_others_want_the_core() {
+  World world(2);
+  constexpr int kOperations = 5;
+  slow_yields = 0;
+  world.run([&](int r) {
+    for (int i = 0; i < kOperations; ++i) {
+      if (r == 1) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      sum(world[r], 100);
+    }
+  });
+  const int yields = slow_yields.exchange(-1);
+  // Without the rule, rank 0 yields for 2 ms in each operation.
+  PYCOMM_CHECK(yields > 0 && yields <= 2 * kOperations,
+               "a slow yield must be the last one for a while, got " + std::to_string(yields));
 }
 
 void times_out() {
@@ -335,9 +358,19 @@ void waits_if_it_cannot_detach() {
 }  // namespace
 }  // namespace pycomm::test
 
+// Replaces the system's function.
+extern "C" int sched_yield() noexcept {
+  using pycomm::test::slow_yields;
+  if (slow_yields < 0) return static_cast<int>(syscall(SYS_sched_yield));
+  ++slow_yields;
+  std::this_thread::sleep_for(std::chrono::microseconds(250));
+  return 0;
+}
+
 int main() {
   using namespace pycomm::test;
   return run_all({{"yields while cores come back", yields_while_cores_come_back},
+                  {"sleeps while others want the core", sleeps_while_others_want_the_core},
                   {"times out", times_out},
                   {"blames the silent rank", blames_the_silent},
                   {"notices who leaves", notices_who_leaves},
