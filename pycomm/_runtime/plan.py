@@ -57,9 +57,9 @@ class Plan:
             CUDA, ``"threads"``, ``"peer memory"`` or ``"pinned host memory"``.
         steps: signals that this rank sends; None on CUDA and between nodes.
         bytes_in: bytes that this rank reads from other ranks' memory, or receives from other nodes;
-            None on CUDA.
+            None on CUDA within a node.
         bytes_out: bytes that this rank writes to other ranks' memory, or sends to other nodes; None
-            on CUDA.
+            on CUDA within a node.
         links: the ranks with which this one exchanges, each with its link. They do not count when
             plans are compared.
     """
@@ -101,7 +101,7 @@ def explain(
     if len(group.nodes) > 1:
         table = None if spans else group._algorithms
         of = group.nodes, algorithm, table, links, group.rank
-        return make_spanning_plan(core, nbytes, dtype, *of)
+        return make_spanning_plan(core, nbytes, dtype, device, *of)
     if device == "cuda":
         transport = "not connected yet" if group._cuda is None else group._cuda.transport
         return make_cuda_plan(core, nbytes, dtype, group.size, algorithm, transport, links)
@@ -150,6 +150,7 @@ def make_spanning_plan(
     core: _C.Group,
     nbytes: int,
     dtype: torch.dtype,
+    device: str,
     nodes: Sequence[Sequence[int]],
     algorithm: str,
     table: Sequence[dict[str, Any]] | None,
@@ -181,7 +182,7 @@ def make_spanning_plan(
     index = local.index(rank)
     carriers = [ranks[index] for ranks in nodes] if index < stripes else []
     between = _links(carriers, by_node, links)
-    return Plan(chosen, why, "cpu", path, None, received, sent, (*inside, *between))
+    return Plan(chosen, why, device, path, None, received, sent, (*inside, *between))
 
 
 def make_cuda_plan(

@@ -199,7 +199,8 @@ def test_over_nccl_the_table_is_ignored(world, table, monkeypatch):
     assert group.explain(4, device="cuda").algorithm == "ring"  # over Gloo
     monkeypatch.setattr(group, "_span", SimpleNamespace(node=None))
     plan = group.explain(4, device="cuda")
-    assert (plan.algorithm, plan.bytes_out) == ("two_shot", group.explain(4).bytes_out)
+    assert (plan.algorithm, plan.device) == ("two_shot", "cuda")
+    assert plan.bytes_out == group.explain(4).bytes_out
     assert plan.why == "over NCCL there is no other, whatever the table says"
     assert group.explain(4).algorithm == "ring"
     assert [link.link for link in plan.links] == ["NCCL, which chooses the link"]
