@@ -94,7 +94,7 @@ def init(
             CUDA tensors go through host memory. ``"auto"``: NCCL for CUDA tensors if every rank has
             it in `group`, otherwise Gloo (docs/how-to/clusters.md).
         algorithms: a file with the table by which ``algorithm="auto"`` chooses between nodes, with
-            the same rows on every rank (docs/explanation/algorithms.md).
+            the same rows on every rank (docs/explanation/between-nodes.md).
 
     Returns:
         This rank's membership in the group.

@@ -17,7 +17,7 @@ from pycomm._runtime.algorithm_table import ALGORITHMS, Row
 from pycomm.bench.report import Settings
 
 # A ring or tree must be faster than two-shot by more than this. Where they send the same bytes,
-# repeated measurements differ by up to 3 % (benchmarks/results/nodes_algorithms.json).
+# measurements differ by up to 4 % (benchmarks/results/nodes_algorithms.json).
 MARGIN = 1.05
 
 Times = dict[int, dict[str, float]]  # by bytes and algorithm

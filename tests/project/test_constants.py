@@ -40,8 +40,8 @@ PLACES = [
     ("docs/how-to/observing.md", r"Each rank keeps (\d+) such texts", SUBJECT, "kSubjects"),
     ("docs/how-to/observing.md", r"why they stop, for up to ([\d.]+) s", LINK, "kFarewells"),
     ("docs/how-to/observing.md", r"awaited for ([\d.]+) s more", LINK, "kFarewellsOfBlameless"),
-    ("docs/explanation/algorithms.md", r"waits up to ([\d.]+) s for", LINK, "kFarewells"),
-    ("docs/explanation/algorithms.md", r"and ([\d.]+) s more for", LINK, "kFarewellsOfBlameless"),
+    ("docs/explanation/between-nodes.md", r"waits up to ([\d.]+) s for", LINK, "kFarewells"),
+    ("docs/explanation/between-nodes.md", r"and ([\d.]+) s more for", LINK, "kFarewellsOfBlameless"),
     (
         "docs/how-to/recovery.md",
         r"`grow\(\)`, (\d+) seconds",
@@ -63,7 +63,7 @@ def test_failures_between_nodes_end_in_time():
     told = {
         "docs/how-to/clusters.md": r"within the group's timeout and (\d) seconds",
         "docs/tutorials/tour.md": r"within the timeout and (\d) seconds",
-        "docs/explanation/algorithms.md": r"within the timeout plus (\d) seconds",
+        "docs/explanation/between-nodes.md": r"within the timeout plus (\d) seconds",
     }
     for page, pattern in told.items():
         (seconds,) = re.findall(pattern, words_of(page))
