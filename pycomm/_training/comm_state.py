@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,7 @@ from pycomm._training.exchange import (
     dense_wire_bytes,
 )
 from pycomm._training.hook_state import HookState, move_into_window
-from pycomm._training.parameters import (
-    Exclude,
-    Parameters,
-    common_parameters,
-)
+from pycomm._training.parameters import Exclude, Parameters, common_parameters
 from pycomm._training.residuals import FORMAT, residuals_for
 from pycomm.collectives import all_gather
 from pycomm.compression import Cast, Compression, Identity, Int8, TopK
@@ -138,6 +135,9 @@ class CommState(HookState):
         self.step = 0
         self._owner = (0, 0)  # rank and size of the group when the state was pickled
         self._parameters = Parameters(params, exclude)
+        entries = self._parameters.entries.values()
+        if compression is not None and entries and all(entry.dense for entry in entries):
+            warnings.warn(f"{compression} compresses nothing: exclude= holds for all", stacklevel=2)
         self._scale = LossScale(grad_scaler)
         self._warmup_steps = warmup_steps
         self._residuals = residuals_for(

@@ -230,7 +230,7 @@ class Planner:
         parts = self._parts(flat, entries, begins, step, scale, group)
         names = BucketNames(self._parameters, buffer, parameters)
         strides = [parameter.stride() for parameter in parameters]
-        encoded = self._compression is not None and step >= 0
+        encoded = self._compression is not None and step >= 0 and not all(e.dense for e in entries)
         place = (buffer, encoded, self._algorithm)
         if buffer.is_cuda:
             from pycomm._training.explain import warn_if_slow

@@ -11,7 +11,7 @@ from pycomm.group import Group
 
 _PATHS = {
     "in place": "other ranks read and write the bucket where it lies",
-    "encoded": "only encoded gradients pass through the window",
+    "encoded": "gradients pass through the window encoded, but those of excluded parameters",
     "NCCL": "kernels inside a node, NCCL between nodes",
     "staged": "every byte is copied into the window and back, tile by tile",
     "pinned host memory": "every byte goes to host memory and back, over the device's bus",

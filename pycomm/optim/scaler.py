@@ -26,19 +26,20 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """See :meth:`torch.amp.GradScaler.step`."""
+        if not self._enabled or not isinstance(optimizer, FusedOptimizer):
+            return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
-        fused = isinstance(optimizer, FusedOptimizer) and state["stage"] is OptState.READY
-        if not self._enabled or not fused:
+        if state["stage"] is not OptState.READY:  # unscaled by hand
             return super().step(optimizer, *args, **kwargs)
         if args or kwargs:
             raise RuntimeError("closures are not supported while gradients are scaled")
         scale, _ = self._check_scale_growth_tracker("step")
         own = getattr(optimizer, "grad_scale", None)
         optimizer.grad_scale = scale if own is None else scale * own  # type: ignore[attr-defined]
-        optimizer.found_inf = None  # type: ignore[attr-defined]
+        optimizer.found_inf = None
         try:
             loss: float | None = optimizer.step()
-            found = optimizer.found_inf  # type: ignore[attr-defined]
+            found = optimizer.found_inf
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
         # Without gradients nothing has been checked, and update() raises an error about it.

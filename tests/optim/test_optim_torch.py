@@ -82,17 +82,19 @@ def test_clipping_is_torchs():
 
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, optim.GradScaler])
 @pytest.mark.parametrize("early", [False, True])
-def test_scalers(scaler_class, early):
+@pytest.mark.parametrize("enabled", [False, True])
+def test_scalers(scaler_class, early, enabled):
     """As with torch's optimizer: scales, skipped steps, counters, with and without unscale_()."""
 
     def train(optimizer_class, scaler_class, params):
         optimizer = optimizer_class(params, lr=1e-2)
-        scaler = scaler_class("cpu", init_scale=2.0**14, growth_interval=3)
+        scaler = scaler_class("cpu", init_scale=2.0**14, growth_interval=3, enabled=enabled)
         scales = []
         for step in range(12):
             loss = sum((p * g).sum() for p, g in zip(params, gradients(params, step), strict=True))
             optimizer.zero_grad()
-            scaler.scale(loss * (torch.inf if step in (2, 3, 7) else 1.0)).backward()
+            overflows = enabled and step in (2, 3, 7)
+            scaler.scale(loss * (torch.inf if overflows else 1.0)).backward()
             if early:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
@@ -103,7 +105,7 @@ def test_scalers(scaler_class, early):
     theirs, ours = parameters(seed=3), parameters(seed=3)
     expected = train(torch.optim.AdamW, torch.amp.GradScaler, theirs)
     assert train(optim.FusedAdamW, scaler_class, ours) == expected
-    assert expected[1] == [9] * len(ours)
+    assert expected[1] == [9 if enabled else 12] * len(ours)
     close(ours, theirs)
 
 

@@ -41,7 +41,12 @@ PLACES = [
     ("docs/how-to/observing.md", r"why they stop, for up to ([\d.]+) s", LINK, "kFarewells"),
     ("docs/how-to/observing.md", r"awaited for ([\d.]+) s more", LINK, "kFarewellsOfBlameless"),
     ("docs/explanation/between-nodes.md", r"waits up to ([\d.]+) s for", LINK, "kFarewells"),
-    ("docs/explanation/between-nodes.md", r"and ([\d.]+) s more for", LINK, "kFarewellsOfBlameless"),
+    (
+        "docs/explanation/between-nodes.md",
+        r"and ([\d.]+) s more for",
+        LINK,
+        "kFarewellsOfBlameless",
+    ),
     (
         "docs/how-to/recovery.md",
         r"`grow\(\)`, (\d+) seconds",

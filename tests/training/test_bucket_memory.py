@@ -219,6 +219,17 @@ def test_where_local_sgd_exchanges_is_told(world):
     assert world(2).run(body) == [["encoded"]] * 2
 
 
+def test_a_compression_of_no_parameter_warns_and_is_not_shown_as_encoded(world):
+    def body(group):
+        net = torch.nn.Linear(16, 64)
+        with pytest.warns(UserWarning, match="Int8.* compresses nothing: exclude= holds for all"):
+            model = pycomm.DataParallel(net, compression=pycomm.Int8(), group=group)
+        model(torch.ones(2, 16)).sum().backward()
+        return [bucket.path for bucket in model.explain().buckets]
+
+    assert world(1).run(body) == [["in place"]]
+
+
 def test_memory_that_is_too_small_is_refused():
     if hook_state.take_memory is None:
         pytest.skip("pycomm was installed for another torch")
