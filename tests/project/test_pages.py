@@ -304,6 +304,18 @@ FIGURES = [
             ("h200/gpu", "peer_ratio", {"name": "adamw_bf16_remainder"}),
         ],
     ),
+    *(
+        ("docs/how-to/cuda.md", words, [("h200/gpu", "peer_ratio", {"name": name})])
+        for words, name in [
+            (r"\| the same \| ([\d.]+) times as fast \|", "adamw_fp32"),
+            (r"copies to and from them \| ([\d.]+) \|", "adamw_bf16_remainder"),
+            (
+                r"states in bf16 \| everything in bf16 \| ([\d.]+) \|",
+                "adamw_bf16_remainder_bf16_states",
+            ),
+            (r"everything in bf16 \| ([\d.]+): they save", "adamw_8bit_states"),
+        ]
+    ),
     (
         "docs/tutorials/first-ddp.md",
         r"a step of 10\s+million parameters took (\d+) ms instead of (\d+)",
