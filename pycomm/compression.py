@@ -84,7 +84,7 @@ def _check_target(target: torch.Tensor, n: int, device: torch.device, add: bool)
 
 
 class Compression(ABC):
-    """Base of all compressions. Elements are float32, float16 or bfloat16."""
+    """Base of all compressions. A codec of one's own needs C++ (docs/contributing/extending.md)."""
 
     momentum: float = 0.0
     seed: int = 0

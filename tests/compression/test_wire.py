@@ -12,8 +12,10 @@ import pytest
 import sweep
 import torch
 from compressing import FLOATS, codec_of, compare, gradient, sent_elements
+from e4m3 import E4M3
 
 import pycomm
+from pycomm._inputs import CODECS
 
 BLOCKS = (128, 256, 512, 1024, 2048, 4096)
 COUNTS = (0, 1, 2, 15, 255, 256, 257, 65_535, 65_536, 65_537, 140_003)
@@ -46,6 +48,15 @@ def test_int8(count, dtype):
                 compression.decode(wire, count, dtype=target),
                 golden.narrow(made, target),
             )
+
+
+def test_the_class_of_a_new_codec(monkeypatch):
+    """That of docs/contributing/extending.md, with int8's number."""
+    monkeypatch.setitem(CODECS, "e4m3", CODECS["int8"])
+    x = gradient(torch.float32, 1000, 0)
+    assert encoded(E4M3(512), x) == encoded(pycomm.Int8(512), x)
+    with pytest.raises(ValueError, match="block must be a power of two from 128 to 4096, got 100"):
+        E4M3(100)
 
 
 @pytest.mark.parametrize("compression", [pycomm.Cast(), pycomm.Cast(torch.float16)], ids=str)

@@ -29,6 +29,9 @@ assert own_part(60, 30, mine) == (40, 20)[group.rank]
 LOSSES = """
 assert losses["int8"] < 1.1 * losses["exact"]
 assert losses["exact"] < losses["sign_all_reduce"] < losses["no_residual"] < 2 * losses["exact"]
+learned = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+assert pycomm.all_gather(learned.new_empty(2, len(learned)), learned).diff(dim=0).eq(0).all()
+assert residuals[net[0].weight].any()
 """
 OF_DDP = "model = DistributedDataParallel(net)"
 STATE = "model, state = net, pycomm.hooks.Int8State(net.named_parameters())"
