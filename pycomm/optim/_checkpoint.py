@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,6 +118,16 @@ class Adopted:
         return _storage.part_in(tensor, self.param, part)
 
 
+def copied(values: Mapping[str, Any], param: torch.Tensor) -> State:
+    """A copy of what a program has added to a state, on the parameter's device as in torch."""
+    return {
+        name: value.to(param.device, copy=True)
+        if isinstance(value, torch.Tensor)
+        else copy.deepcopy(value)
+        for name, value in values.items()
+    }
+
+
 # The key, in a checkpoint without states, of the rank that has gathered them.
 ELSEWHERE = "states_on_rank"
 
@@ -163,7 +174,7 @@ def for_torch(param: torch.Tensor, state: Mapping[str, Any], names: Collection[s
         made["step"] = state["step"].clone()
     if _storage.holds_weights(state):
         made[MASTER] = _storage.joined(param, state)
-    return made
+    return made | _storage.added_to(state)
 
 
 def gathered(
@@ -181,8 +192,9 @@ def gathered(
     if to is not None:
         check_rank("to", to, group.size)
     made: State = {}
+    added = _storage.added_to(state)
     for name, tensor in state.items():
-        if name == "step":
+        if name == "step" or name in added:
             made[name] = tensor
         elif name.endswith(_storage.SCALE):
             made[name] = part.gather(
@@ -220,7 +232,8 @@ def checked(
     Raises:
         ValueError: the state is from another kind of optimizer or parameter.
     """
-    missing = [name for name, value in saved.items() if isinstance(value, dict)]
+    added = _storage.added_to(saved)
+    missing = [n for n, value in saved.items() if isinstance(value, dict) and n not in added]
     if missing:  # torch puts an empty dictionary in its place
         raise ValueError(
             f"the checkpoint must have {missing[0]} if it is flattened, because torch then loads "
@@ -461,8 +474,9 @@ def _in_parts(part: Part, param: torch.Tensor, state: Mapping[str, Any]) -> Stat
         )
     made: State = {}
     order = tuple(sorted(range(param.dim()), key=lambda dim: -param.stride()[dim]))
+    added = _storage.added_to(state)
     for name, tensor in state.items():
-        if name == "step":
+        if name == "step" or name in added:
             made[name] = tensor
         elif name.endswith(_storage.SCALE):
             made[name] = TensorPart(tensor, part.first // BLOCK, (_storage.blocks_of(param),), (0,))
@@ -539,13 +553,15 @@ class AdoptedParts(Adopted):
     ) -> None:
         super().__init__(param, group, {}, names)
         part, kept = part_of(param), _storage.stored_names(param, group, names)
-        if part is None or kept != saved.keys():
+        own = saved.keys() - _storage.added_to(saved).keys()
+        if part is None or kept != own:
             raise ValueError(
-                f"the checkpoint has parts of {', '.join(sorted(saved))}, but the optimizer keeps "
+                f"the checkpoint has parts of {', '.join(sorted(own))}, but the optimizer keeps "
                 f"{'all' if part is None else 'parts'} of {', '.join(sorted(kept))}: load "
                 "state_dict() of the optimizer that made the parts, or give both the same options"
             )
-        for name, value in saved.items():
+        for name in kept:
+            value = saved[name]
             if name == "step":
                 self._state[name] = value.detach().to(param.device, torch.float32, copy=True)
                 continue

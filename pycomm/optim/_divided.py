@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm._training.parameters import part_of
+from pycomm.optim import _storage
 from pycomm.optim._states import StatefulOptimizer
 from pycomm.optim._storage import State
 from pycomm.optim.flat import Buffers
@@ -62,7 +63,8 @@ class DividedOptimizer(StatefulOptimizer):
         from pycomm.optim._replicas import ReplicatedStates
 
         self._replicas, self._buffers = ReplicatedStates(parts, states), Buffers()
-        self.state.update(self._replicas.states)
+        for param, state in self._replicas.states.items():
+            self._put_state(param, dict(state))
 
     def is_replicated(self) -> bool:
         """True if there are replicas of all sharded states."""
@@ -149,7 +151,8 @@ class DividedOptimizer(StatefulOptimizer):
                 self._edits.take(held.own, self.state[param])
                 part = held.moved(param, group, owners)
             else:
-                part, self.state[param] = replicas.given(param, group, owners)
+                part, state = replicas.given(param, group, owners)
+                self._put_state(param, state)
                 self._edits.take_given(held.own, part.own, self.state[param])
             self._edits.forget(held.own)
             self._held[param] = part
@@ -170,10 +173,13 @@ class DividedOptimizer(StatefulOptimizer):
             held = self._held.get(param)
             if held is not None and number in states:
                 state = states.pop(number)
-                empty = {name: tensor.new_empty(0) for name, tensor in state.items()}
+                whole = {"step", *_storage.added_to(state)}
                 divided[number] = {
                     "ranges": [list(own) for own in held.ranges],
-                    "state": {**empty, "step": state["step"]},
+                    "state": {  # in the order of all ranks, because they gather by it
+                        name: value if name in whole else value.new_empty(0)
+                        for name, value in state.items()
+                    },
                 }
         return {**state_dict, "divided": divided}
 
@@ -202,7 +208,10 @@ class DividedOptimizer(StatefulOptimizer):
             if part is None:
                 raise ValueError("the parameters must be sharded, as on the rank that sends states")
             ranges = tuple(OwnedRange(*own) for own in each["ranges"])
-            self.state[param] = {n: tensor.to(param.device) for n, tensor in each["state"].items()}
+            self.state[param] = {
+                name: value.to(param.device) if isinstance(value, torch.Tensor) else value
+                for name, value in each["state"].items()
+            }
             self._held[param] = Part.held(part.shards, group, ranges, param)
 
     def _check_shared(self) -> None:

@@ -39,7 +39,10 @@ class ReplicatedStates:
         self._parts = dict(parts)
         self._shards = next(iter(parts.values())).shards
         self._group = self._shards.group
-        places = [(param, name, states[param][name]) for param in parts for name in states[param]]
+        owned = {p: states[p].keys() - _storage.added_to(states[p]).keys() for p in parts}
+        places = [
+            (p, name, states[p][name]) for p in parts for name in states[p] if name in owned[p]
+        ]
         kinds = Kinds(
             [self._kind(param, name, tensor.dtype) for param, name, tensor in places],
             [self._kind(param, "", param.dtype) for param in parts],
@@ -59,7 +62,8 @@ class ReplicatedStates:
     def holds(self, param: torch.Tensor, part: Part, state: Mapping[str, Any]) -> bool:
         """True if this state of a parameter's part lies in the replicas' memory."""
         own = self.states.get(param)
-        if own is None or self._parts[param] is not part or own.keys() != state.keys():
+        kept = state.keys() - _storage.added_to(state).keys()
+        if own is None or self._parts[param] is not part or own.keys() != kept:
             return False
         return all(value is state[name] for name, value in own.items())
 

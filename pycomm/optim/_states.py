@@ -439,9 +439,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param in sealed:
                     saved = sealed.pop(param)
-                    loaded.append(_checkpoint.adopted(param, group, saved, names))
-                    self._offload(loaded[-1])
-        for adopted in loaded:
+                    adopted = _checkpoint.adopted(param, group, saved, names)
+                    self._offload(adopted)
+                    loaded.append((adopted, _checkpoint.copied(_storage.added_to(saved), param)))
+        for adopted, added in loaded:
+            self.state[adopted.param] = added
             self._put_state(adopted.param, adopted.settle(self._buffers))
             self._hold(adopted.param)
         self.state.update(sealed)  # states that belong to no parameter
@@ -472,6 +474,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             from pycomm.optim import _dtensor
 
             state = _dtensor.wrapped(param, state, before or {})
+        state.update(_storage.added_to(self.state.get(param, {})))
         self.state[param] = state
 
     @torch.no_grad()

@@ -26,6 +26,8 @@ SCALE = "_absmax"  # ends the names of scales
 CODE = "_code"  # ends the names of 8-bit states
 ROOT = "_root"  # ends the names of second moments in fp16
 FORMS = ("", ROOT, CODE)  # a state is stored under one of these names
+_KEPT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+_OWN = {"step", MASTER, REMAINDER, *(name + end for name in _KEPT for end in (*FORMS, SCALE))}
 
 
 # enum class Storage of csrc/core/optim/optimizer.h.
@@ -41,6 +43,11 @@ _MASTER_KINDS = {
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor like this one, without memory."""
     return torch.empty_like(tensor, device="meta")
+
+
+def added_to(state: Mapping[str, Any]) -> State:
+    """What programs have added to a state, such as Lookahead's weights. It stays as it is."""
+    return {name: value for name, value in state.items() if name not in _OWN}
 
 
 def scale_name(name: str) -> str:

@@ -315,3 +315,49 @@ def test_checkpoints_from_and_for_torch(world, stage):
 
     runs = [world(3).run(body, shard) for shard in (None, stage)]
     assert sharding.difference(*runs) is None
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_what_a_program_adds_to_states_stays_whole(world, stage, replicas):
+    """As with torch's optimizers, in steps and in every checkpoint: such as Lookahead's weights."""
+    if stage is None and replicas > 1:
+        pytest.skip("nothing is divided")
+    shard = stage and pycomm.Sharding(stage, replicas=replicas)
+
+    def added(number, param):
+        weights = torch.arange(float(param.numel())).view_as(param) + number
+        return {"slow": weights, "count": number, "settings": {"alpha": 0.5}}
+
+    def holds(states):
+        for number, (state, param) in enumerate(zip(states, NETWORK.parameters(), strict=True)):
+            for name, value in added(number, param).items():
+                same = torch.equal if name == "slow" else value.__class__.__eq__
+                if not same(state[name], value):
+                    return False
+        return True
+
+    def body(group):
+        model, optimizer = make(group, shard)
+        parameters = list(model.parameters())
+
+        def states():
+            return [optimizer.state[p] for p in parameters]
+
+        step(model, optimizer, group.rank, 0)
+        for number, param in enumerate(parameters):
+            optimizer.state[param].update(added(number, param))
+        step(model, optimizer, group.rank, 1)
+        saved = copy.deepcopy([optimizer.state_dict(), optimizer.state_dict(format="torch")])
+        seen = [holds(states()), *(holds(each["state"].values()) for each in saved)]
+        if stage:
+            parts = optimizer.sharded_state_dict(model)["state"]
+            seen.append(holds([parts[name] for name, _ in NETWORK.named_parameters()]))
+        for param in parameters:
+            optimizer.state[param]["slow"] = torch.zeros_like(param)
+        optimizer.load_state_dict(saved[0])
+        seen.append(holds(states()))
+        step(model, optimizer, group.rank, 2)
+        return [*seen, holds(states())]
+
+    assert all(map(all, world(2).run(body)))
