@@ -24,11 +24,16 @@ class Processes {
                Numbers numbers = Numbers::normal) {
     const unsigned seed = ++seed_;
     Tensors want(operation, hosts_.size(), seed, numbers);
-    want.in_place = numbers == Numbers::whole && seed % 2 == 0;
+    want.in_place = numbers == Numbers::whole && seed / 2 % 2 == 0;
     OnDevice got(operation, want, device_, room, seed);
     run_on_host(operation, hosts_, want);
     hosts_.run([&](int r) { got.launch(r, *device_.endpoints[r]); });
     expect(got, want, ", case " + std::to_string(seed));
+  }
+
+  Bytes staging_of(int r) const {
+    std::byte* const end = device_.heap(r);
+    return {end - DeviceWorld::staging_bytes(hosts_.size()), end};
   }
 
   // All ranks get the same bits, whatever these are.
@@ -102,16 +107,19 @@ void collectives(int n) {
 
 constexpr DType kCompressible[] = {DType::f32, DType::f16, DType::bf16};
 
-// Sums of whole numbers are exact in any order; others have the same bits on all ranks.
+// Sums of whole numbers are exact in any order; others have the same bits on all ranks. Tensors at the
+// same places are not staged.
 void multicasts(int n) {
   Processes ranks(n);
   unsigned turn = static_cast<unsigned>(n);
   for (const std::int64_t count : {0, 1, 3001, 20'011, 300'007}) {
-    for (const Room room : {Room::alike, Room::heap, Room::outside, Room::mixed}) {
+    for (const Room room : {Room::alike, Room::aligned, Room::heap, Room::outside, Room::mixed}) {
       const DType dtype = kCompressible[++turn % 3];
       const ReduceOp op = turn / 3 % 2 == 0 ? ReduceOp::sum : ReduceOp::avg;
       const Operation operation{Collective::all_reduce, Algorithm::multicast, dtype, op, 0, count};
+      const Bytes before = ranks.staging_of(0);
       ranks.compare(operation, room, Numbers::whole);
+      must(room != Room::alike || ranks.staging_of(0) == before, "it is used where it lies");
       ranks.compare_ranks(operation, room);
     }
   }

@@ -112,8 +112,8 @@ inline void run_on_host(const Operation& operation, World& hosts, Tensors& tenso
   }
 }
 
-// Where a rank's tensors lie: `alike` at the same places of all heaps.
-enum class Room { heap, outside, mixed, alike };
+// Where a rank's tensors lie: `aligned` at other places of each heap, `alike` at the same ones.
+enum class Room { heap, outside, mixed, aligned, alike };
 
 // A copy of a tensor at any address that its type allows.
 class Placed {
@@ -152,9 +152,10 @@ class OnDevice {
     for (int r = 0; r < n; ++r) {
       const bool inside = room != Room::outside && (room != Room::mixed || r != 0);
       const auto place = [&](const Bytes& from, int which) {
-        const std::int64_t shift = room == Room::alike ? 0
-                                                       : (seed + static_cast<unsigned>(r + which)) %
-                                                             3 * size_of(operation.dtype);
+        const std::int64_t unit = room == Room::alike     ? 0
+                                  : room == Room::aligned ? 16
+                                                          : size_of(operation.dtype);
+        const std::int64_t shift = (seed + static_cast<unsigned>(r + which)) % 3 * unit;
         const std::int64_t half = world.heap_bytes() / 2;
         PYCOMM_CHECK(static_cast<std::int64_t>(from.size()) + 64 <= half, "the heap is too small");
         std::byte* const heap = world.heap(r) + which * half;
