@@ -52,7 +52,14 @@ class Codec(_Object):
 
 class Operation(_Object):
     def __init__(
-        self, *, collective: str, algorithm: str, dtype: str, op: str = "sum", root: int = 0
+        self,
+        *,
+        collective: str,
+        algorithm: str,
+        dtype: str,
+        op: str = "sum",
+        root: int = 0,
+        device: str = "cpu",
     ) -> None: ...
 
 class Call(_Object):
@@ -477,6 +484,7 @@ class CudaEndpoint(_Object):
         one_address_space: bool,
         stage_always: bool,
         message_bytes: int,
+        multicast: int = 0,
     ) -> None: ...
     def serve_messages(self, group: Group) -> None: ...
 
@@ -504,6 +512,7 @@ class CudaGroup(_Object):
     @property
     def handle(self) -> object: ...
     def check(self) -> None: ...
+    def check_operation(self, operation: Operation, /) -> None: ...
     def close(self) -> None: ...
     def run(
         self,

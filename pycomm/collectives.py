@@ -56,10 +56,10 @@ def all_reduce(
             no avg. Complex tensors have sum and avg; uint16, uint32 and uint64 have sum, prod and
             the bitwise ones; 8-bit floats have none, but other collectives move them.
         out: receives the result; has `tensor`'s shape and dtype, and does not overlap it.
-        algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"ring"`` or ``"tree"``
-            (docs/explanation/algorithms.md). One-shot and two-shot add in rank order and round
-            once. Between nodes there is no one-shot, over NCCL no ring and no tree, and ``"auto"``
-            is two-shot, or what the table says that :func:`init` has got.
+        algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"ring"``, ``"tree"`` or, on GPUs
+            whose switch adds, ``"multicast"`` (docs/explanation/algorithms.md). One-shot and
+            two-shot add in rank order and round once. Between nodes there is no one-shot, over NCCL
+            no ring and no tree, and ``"auto"`` is two-shot, or the table's that :func:`init` got.
         deterministic: refuse algorithms that add in another order.
         group: by default the first group made, or one on torch.distributed's default group.
         async_op: return a :class:`Work` at once; operations still run in the order of the calls.

@@ -16,8 +16,10 @@ namespace {
 
 // Takes names; `dtype` is the caller's. The number of elements is given when the operation runs.
 Operation make_operation(const std::string& collective, const std::string& algorithm,
-                         const std::string& dtype, const std::string& op, int root) {
+                         const std::string& dtype, const std::string& op, int root,
+                         const std::string& device) {
   Operation operation;
+  operation.device = parse<Device>(device, "device");
   operation.collective = parse<Collective>(collective, "collective");
   operation.algorithm = parse<Algorithm>(algorithm, "algorithm");
   operation.op = parse<ReduceOp>(op, "op");
@@ -96,7 +98,8 @@ ByPartner pairs_of(const std::vector<LinkTraffic>& costs) {
 void bind_call(py::module_& m) {
   py::class_<Operation>(m, "Operation")
       .def(py::init(&make_operation), py::kw_only(), py::arg("collective"), py::arg("algorithm"),
-           py::arg("dtype"), py::arg("op") = name_of(ReduceOp::sum), py::arg("root") = 0)
+           py::arg("dtype"), py::arg("op") = name_of(ReduceOp::sum), py::arg("root") = 0,
+           py::arg("device") = name_of(Device::cpu))
       .def("__repr__", [](const Operation& operation) { return describe(operation); });
   py::class_<Call>(m, "Call")
       .def(py::init(&make_compressed), py::arg("operation"), py::arg("count"), py::arg("input"),

@@ -110,16 +110,16 @@ void bind_cuda(py::module_& m) {
       .def(py::init([](int device, int rank, int ranks, int lanes, std::int64_t staging_bytes,
                        std::int64_t window_bytes, double timeout,
                        std::vector<std::uintptr_t> windows, bool one_address_space,
-                       bool stage_always, std::int64_t message_bytes) {
+                       bool stage_always, std::int64_t message_bytes, std::uintptr_t multicast) {
              return std::make_shared<Endpoint>(
                  cuda::EndpointOptions{device, rank, ranks, lanes, staging_bytes, window_bytes,
                                        timeout, std::move(windows), one_address_space, stage_always,
-                                       cuda::kLaneBytes, message_bytes});
+                                       cuda::kLaneBytes, message_bytes, multicast});
            }),
            py::arg("device"), py::arg("rank"), py::arg("ranks"), py::arg("lanes"),
            py::arg("staging_bytes"), py::arg("window_bytes"), py::arg("timeout"),
            py::arg("windows"), py::arg("one_address_space"), py::arg("stage_always"),
-           py::arg("message_bytes"), py::call_guard<WithoutGil>())
+           py::arg("message_bytes"), py::arg("multicast") = 0, py::call_guard<WithoutGil>())
       .def(
           "serve_messages",
           [](const Endpoint& endpoint, cpu::Group& group) {
@@ -155,6 +155,8 @@ void bind_cuda(py::module_& m) {
       .def_property_readonly(  // for the torch.distributed backend, while the object lives
           "handle", [](cuda::Group& group) { return py::capsule(&group, kCudaCapsule); })
       .def("check", &cuda::Group::check, py::call_guard<WithoutGil>())
+      .def("check_operation",
+           [](const cuda::Group& group, const Operation& operation) { group.admit({operation}); })
       .def("close", &cuda::Group::close, py::call_guard<WithoutGil>())
       .def("run",
            [](cuda::Group& group, const Operation& kind, std::int64_t count, std::uintptr_t input,

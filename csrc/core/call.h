@@ -49,6 +49,12 @@ inline std::string refusal_of(const Call& call, int ranks) {
   if (operation.codec.kind == CodecKind::topk && operation.collective != Collective::all_reduce) {
     return std::string("top-k is for all_reduce, got ") + name_of(operation.collective);
   }
+  if (operation.algorithm == Algorithm::multicast && !adds_in_switch(operation)) {
+    return std::string(
+               "algorithm=multicast is for sum and avg of float32, float16 and bfloat16, which "
+               "switches add, got ") +
+           name_of(operation.op) + " of " + name_of(operation.dtype);
+  }
   if (operation.root < 0 || operation.root >= ranks) {
     return "root must be a rank from 0 to " + std::to_string(ranks - 1) + ", got " +
            std::to_string(operation.root);

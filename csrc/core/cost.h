@@ -86,6 +86,10 @@ class CountingComm {
     for (int i = 0; i < n_from; ++i) read(from(i), n);
     for (int i = 0; i < n_to; ++i) write(to(i), n);
   }
+  template <class To, class From>
+  void reduce_in_switch(To to, From from, std::int64_t n) {
+    reduce(size(), to, size(), from, n, true);
+  }
 
   bool fits_packets() const { return count() * element_size_ <= rank_.packet_bytes; }
   void put_packets(Location) {
@@ -125,7 +129,7 @@ class CountingComm {
   std::vector<LinkTraffic> by_rank_;
 };
 
-static_assert(PlainExecutor<CountingComm<false>>);
+static_assert(MulticastExecutor<CountingComm<false>>);
 static_assert(Executor<CountingComm<true>>);
 
 // Lists that are as long as they can be.

@@ -63,6 +63,16 @@ concept PlainExecutor =
       { comm.taken(r) } -> std::same_as<Location>;
     };
 
+// Has a switch that reaches one place in the windows of all ranks (core/algorithms/multicast.h).
+template <class Comm>
+concept MulticastExecutor =
+    PlainExecutor<Comm> && requires(Comm& comm, std::int64_t n, Location (&locations)(int)) {
+      // reduce_in_switch(outputs, inputs, n): to(0), to(1), ... = from(0) + from(1) + ..., in any order,
+      // n elements each, and finish() of core/reduce.h. The locations are at the same place of all
+      // windows, and no other rank uses them meanwhile.
+      comm.reduce_in_switch(locations, locations, n);
+    };
+
 // May hold the blocks of its tensors apart from each other (core/algorithms/blocks.h).
 template <class Comm>
 concept BlockExecutor = PlainExecutor<Comm> && requires(Comm& comm, int r, std::int64_t n) {

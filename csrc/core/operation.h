@@ -34,10 +34,11 @@ struct Names<Device> {
 };
 
 // core/algorithms/table.h defines them.
-enum class Algorithm : std::uint8_t { automatic, one_shot, two_shot, ring, tree };
+enum class Algorithm : std::uint8_t { automatic, one_shot, two_shot, ring, tree, multicast };
 template <>
 struct Names<Algorithm> {
-  static constexpr const char* all[] = {"auto", "one_shot", "two_shot", "ring", "tree"};
+  static constexpr const char* all[] = {"auto", "one_shot", "two_shot",
+                                        "ring", "tree",     "multicast"};
 };
 
 // The part of an announcement on which all ranks must agree.
@@ -61,6 +62,13 @@ static_assert(sizeof(Operation) == 40);
 PYCOMM_HD constexpr bool reduces(Collective collective) {
   return collective == Collective::all_reduce || collective == Collective::reduce_scatter ||
          collective == Collective::reduce;
+}
+
+// True if switches add such elements (core/algorithms/multicast.h).
+PYCOMM_HD constexpr bool adds_in_switch(const Operation& operation) {
+  const bool adds = operation.op == ReduceOp::sum || operation.op == ReduceOp::avg;
+  return adds && (operation.dtype == DType::f32 || operation.dtype == DType::f16 ||
+                  operation.dtype == DType::bf16);
 }
 
 // How many elements of `dtype` carry one of the caller's.

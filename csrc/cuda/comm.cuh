@@ -256,7 +256,7 @@ class BlockComm {
     __syncthreads();
   }
 
- private:
+ protected:  // for MulticastComm
   static constexpr bool kMovesBytes = std::is_same_v<T, std::byte>;
   static constexpr std::int64_t kSize = sizeof(T);
   // Elements that move in one access; each needs a register for its sum.

@@ -56,7 +56,7 @@ struct Endpoint::Impl {
   WindowLayout layout;
   std::unique_ptr<Mailbox, Free> mailbox;    // by its address on the host
   Mailbox* device_mailbox = nullptr;         // its address on the device
-  std::unique_ptr<std::byte*, Free> tables;  // device memory: windows, then bases
+  std::unique_ptr<std::byte*, Free> tables;  // device memory: windows, bases, multicast
   std::unique_ptr<Order> order;
   TimingReader timings;
 
@@ -83,6 +83,7 @@ struct Endpoint::Impl {
     if (!options.one_address_space) {
       std::copy(options.windows.begin(), options.windows.end(), rows.begin() + options.ranks);
     }
+    rows.push_back(options.multicast);
     const std::size_t bytes = rows.size() * sizeof(std::uintptr_t);
     PYCOMM_CUDA_CHECK(cudaMalloc(&on_device, bytes));
     tables.reset(static_cast<std::byte**>(on_device));
@@ -225,6 +226,12 @@ void Endpoint::check(const Operation& operation, const void* input) const {
                  std::string("a ") + name_of(operation.collective) +
                      " on CUDA needs memory of group.empty(), which the other ranks' GPUs can use");
   }
+  PYCOMM_CHECK(
+      operation.algorithm != Algorithm::multicast || impl_->options.multicast != 0,
+      "algorithm must be auto, one_shot, two_shot, ring or tree in this group, got multicast: "
+      "its windows have no multicast address. They have one if the ranks are processes on GPUs "
+      "of different numbers behind NVSwitch, with TORCH_SYMM_MEM_DISABLE_MULTICAST=0 in their "
+      "environment before the group's first operation on CUDA");
   if (operation.codec.kind != CodecKind::topk) return;
   const WindowLayout& layout = impl_->layout;
   const std::int64_t most = preflight_bytes(1) + most_list_bytes(operation, layout.ranks);

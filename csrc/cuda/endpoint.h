@@ -31,6 +31,7 @@ struct EndpointOptions {
   bool stage_always;       // never zero copy
   std::int64_t lane_bytes = kLaneBytes;  // see lanes_for()
   std::int64_t message_bytes = 0;        // at the beginning of the heap, for pieces of messages
+  std::uintptr_t multicast = 0;  // where this device reaches all windows at once; 0 if it cannot
 };
 
 // How a kernel failed; `reason` is none if none did. If the host has aborted the group, the host

@@ -70,8 +70,7 @@ void Group::run(const std::vector<Call>& calls, std::uintptr_t stream, Bucket bu
   }
 }
 
-// Returns the operation as kernels run it. Throws std::invalid_argument if they cannot.
-Operation Group::admit(const Call& call) {
+Operation Group::admit(const Call& call) const {
   PYCOMM_CHECK(!call.inputs && !call.outputs,
                "on CUDA, blocks must have equal sizes and follow each other in one tensor");
   PYCOMM_CHECK(call.timeout == 0, "on CUDA, operations have the timeout of the group");

@@ -35,6 +35,8 @@ class Group {
   // Enqueues several operations, in the same order on all ranks. Compressed ones share launches if
   // they can. `bucket`: a bucket without its parts.
   void run(const std::vector<Call>& calls, std::uintptr_t stream, Bucket bucket);
+  // Returns the operation as kernels run it. Throws std::invalid_argument if they cannot.
+  Operation admit(const Call& call) const;
   // Raises a kernel's failure, once; from then on the group refuses work. First waits, within the
   // group's timeout, until no rank's kernels use this rank's tensors. A group that has been closed
   // raises only that.
@@ -43,7 +45,6 @@ class Group {
   void close();
 
  private:
-  Operation admit(const Call& call);
   void enqueue(const Part& part, std::uintptr_t stream, Extras extras);
   void report(const Failure& found);
   CollectiveError describe_failure(const Failure& found, std::uint64_t word) const;

@@ -9,9 +9,15 @@
 
 namespace pycomm::cuda {
 
+// What runs a body.
+template <class Body, class T, class Reducer>
+struct ExecutorOf {
+  using type = BlockComm<T, Reducer>;
+};
+
 template <class Body, class T, class Reducer = Known<ReduceOp::sum>>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Launch launch) {
-  BlockComm<T, Reducer> comm(launch);
+  typename ExecutorOf<Body, T, Reducer>::type comm(launch);
   Body::run(comm);
   comm.finish();
 }

@@ -7,6 +7,10 @@
 #include "core/operation.h"
 #include "cuda/layout.h"
 
+namespace pycomm {
+struct Multicast;  // core/algorithms/table.h
+}
+
 namespace pycomm::cuda {
 
 // One rank's part of a launch.
@@ -17,7 +21,8 @@ struct RankLaunch {
   std::int64_t input_location;  // for peers: an offset from bases[rank], or kNotInWindow
   std::int64_t output_location;
   std::byte* const* windows;  // device array: every rank's window, mapped on this device
-  std::byte* const* bases;    // device array: the base of each rank's locations
+  std::byte* const* bases;    // device array: the base of each rank's locations; behind them, the
+                              // multicast address of all windows, or null
   Mailbox* mailbox;
   std::int16_t rank;
   bool captured;         // the launch is part of a graph
@@ -42,6 +47,8 @@ struct CodedLaunch;  // cuda/codecs/bucket.cuh
 
 template <class Body>
 void launch_plain(const Launch& launch, cudaStream_t stream);
+template <>  // of fewer types, on another executor: cuda/multicast.cuh
+void launch_plain<Multicast>(const Launch& launch, cudaStream_t stream);
 // With a block codec.
 template <class Body, class Codecs = BlockCodecs>
 void launch_coded(const CodedLaunch& launch, cudaStream_t stream);

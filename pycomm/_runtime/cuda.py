@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -163,6 +164,10 @@ class CudaSide:
     def check(self) -> None:
         """Raises the error of kernels that have run so far, if there is one."""
         self._core.check()
+
+    def check_operation(self, operation: _C.Operation) -> None:
+        """Raises ValueError if kernels cannot run the operation."""
+        self._core.check_operation(operation)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Makes a tensor in the window's heap."""
@@ -473,13 +478,12 @@ STAGING_BYTES = 32 << 20  # per rank, at least
 CROWDED_STAGING_BYTES = 256 << 20
 MESSAGE_BYTES = 8 << 20  # per rank, for pieces of messages
 
-# Variables that torch reads when it makes symmetric memory. Multicast is not used here, and its
-# setup fails or hangs on some machines. Torch refuses two ranks on GPUs of the same number, but
-# numbers depend on each process's CUDA_VISIBLE_DEVICES.
-SYMMETRIC_MEMORY = {
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-}
+# Variables that torch reads when it makes symmetric memory. The setup of multicast fails or hangs
+# on some machines, so ranks must ask for it, by a 0. Torch refuses two ranks on GPUs of the same
+# number, but numbers depend on each process's CUDA_VISIBLE_DEVICES. Told to allow them, it sets up
+# no multicast.
+DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+SYMMETRIC_MEMORY = {DISABLE_MULTICAST: "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
 def _lanes(max_blocks: int, device: torch.device, ranks_here: int) -> int:
@@ -586,10 +590,11 @@ def join_processes(
         transport = "peer memory"
         windows, memory, handle = symmetric
         keep = (memory, handle)
+        multicast = handle.multicast_ptr if _all_agree(group, handle.multicast_ptr != 0) else 0
         if crowd > 1:
             fallback(group, "%d processes share %s: their kernels take turns", crowd, device)
     else:
-        transport = "pinned host memory"
+        transport, multicast = "pinned host memory", 0
         staging = usual
         window_bytes = _C.cuda_window_bytes(group.size, lanes, staging, MESSAGE_BYTES)
         windows, keep = _pinned_windows(group, device, window_bytes)
@@ -606,6 +611,7 @@ def join_processes(
         one_address_space=False,
         stage_always=False,
         message_bytes=MESSAGE_BYTES,
+        multicast=multicast,
     )
     heap = None
     if symmetric is not None:
@@ -633,7 +639,9 @@ def _symmetric_windows(
     if not _all_agree(group, not why):
         return None, why or elsewhere
     memory = handle = None
-    with environment(SYMMETRIC_MEMORY):
+    asked = _gather(group, device.index if os.environ.get(DISABLE_MULTICAST) == "0" else -1)
+    multicast = -1 not in asked and len(set(asked)) == group.size
+    with environment(dict.fromkeys(SYMMETRIC_MEMORY, "0") if multicast else SYMMETRIC_MEMORY):
         try:
             memory = symmetric_tensor(nbytes, device)
             memory.zero_()

@@ -103,8 +103,7 @@ def explain(
         of = group.nodes, algorithm, table, links, group.rank
         return make_spanning_plan(core, nbytes, dtype, device, *of)
     if device == "cuda":
-        transport = "not connected yet" if group._cuda is None else group._cuda.transport
-        return make_cuda_plan(core, nbytes, dtype, group.size, algorithm, transport, links)
+        return make_cuda_plan(group, nbytes, dtype, algorithm, links)
     return make_plan(core, nbytes, dtype, group.size, algorithm, in_window, links)
 
 
@@ -186,22 +185,21 @@ def make_spanning_plan(
 
 
 def make_cuda_plan(
-    core: _C.Group,
-    nbytes: int,
-    dtype: torch.dtype,
-    size: int,
-    algorithm: str,
-    transport: str,
-    links: Mapping[int, str],
+    group: Any, nbytes: int, dtype: torch.dtype, algorithm: str, links: Mapping[int, str]
 ) -> Plan:
     """The plan of one rank on CUDA, without steps and bytes."""
+    size, side = group.size, group._cuda
     chosen = select(nbytes, size, "cuda") if algorithm == "auto" else algorithm
     why = _NAMED if chosen == algorithm else f"the table's choice for {nbytes} B"
-    operation = operation_of("all_reduce", chosen, dtype)
-    partners = _C.cost_by_rank(core, operation, nbytes // dtype.itemsize, False)
+    name = str(dtype).removeprefix("torch.")
+    operation = _C.Operation(collective="all_reduce", algorithm=chosen, dtype=name, device="cuda")
+    if side is not None:
+        side.check_operation(operation)
+    partners = _C.cost_by_rank(group._core, operation, nbytes // dtype.itemsize, False)
     uncounted = tuple(
         PeerLink(each.rank, each.link, None, None) for each in _links(range(size), partners, links)
     )
+    transport = "not connected yet" if side is None else side.transport
     return Plan(chosen, why, "cuda", transport, None, None, None, uncounted)
 
 

@@ -124,9 +124,20 @@ class Pycomm(Contestant):
     impl: str = "pycomm"
     algorithm: str = "auto"
 
-    def supports(self, case: Case) -> bool:  # noqa: ARG002
-        """True, but for one-shot between nodes."""
+    def supports(self, case: Case) -> bool:
+        """True, but for one-shot between nodes, and multicast where it is refused."""
+        if self.algorithm == "multicast":
+            return case.op in ("sum", "avg") and self._has_multicast(case)
         return self.algorithm != "one_shot" or len(self.group.nodes) == 1
+
+    def _has_multicast(self, case: Case) -> bool:
+        if case.device == "cuda" and len(self.group.nodes) == 1:
+            self.group._cuda_side(torch.device("cuda"))  # connects all ranks
+        try:
+            self.group.explain(case.nbytes, case.dtype, algorithm="multicast", device=case.device)
+        except ValueError:
+            return False
+        return True
 
     def prepare(self, case: Case) -> Prepared:
         """Tensors from torch or from the group's window."""

@@ -39,7 +39,7 @@ BAD_CALLS = {
     "algorithm": (
         lambda g: pycomm.all_reduce(X, algorithm="nccl", group=g),
         ValueError,
-        "algorithm must be one of auto, one_shot, two_shot, ring, tree, got",
+        "algorithm must be one of auto, one_shot, two_shot, ring, tree, multicast, got",
     ),
     "deterministic ring": (
         lambda g: pycomm.all_reduce(X, algorithm="ring", deterministic=True, group=g),
@@ -50,6 +50,16 @@ BAD_CALLS = {
         lambda g: pycomm.all_reduce(X, algorithm="tree", deterministic=True, group=g),
         ValueError,
         "got 'tree'",
+    ),
+    "multicast": (
+        lambda g: pycomm.all_reduce(X, algorithm="multicast", group=g),
+        ValueError,
+        "algorithm must be auto, one_shot, two_shot, ring or tree for CPU tensors, got multicast",
+    ),
+    "deterministic multicast": (
+        lambda g: pycomm.all_reduce(X, algorithm="multicast", deterministic=True, group=g),
+        ValueError,
+        "algorithm must be auto, one_shot or two_shot when deterministic, got 'multicast'",
     ),
     "a list": (
         lambda g: pycomm.all_reduce([1.0], group=g),

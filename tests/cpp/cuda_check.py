@@ -41,6 +41,8 @@ FLAGS = (
 # nvcc 13 makes the same PTX for compute_80 and compute_90, but another one for compute_100. So one
 # front end serves both.
 FRONT_ENDS = {"80": ("90", "80"), "100": ("100",)}
+# Their source asks for the architecture, so each has a front end of its own.
+ASK = {"multicast.cu"}
 # The host's code takes a third of the time, and is compiled for one architecture only; g++ compiles
 # it, too, for the emulated devices. Files of a few lines instantiate the same templates, so one of
 # each kind does.
@@ -52,6 +54,11 @@ def has_host_code(source: Path) -> bool:
     """True if the file's code for the host is to be compiled, too."""
     lines = source.read_text().count("\n")
     return lines > 10 or source.name in REPRESENTATIVES
+
+
+def front_ends(source: Path) -> dict[str, tuple[str, ...]]:
+    """The architectures that each front end serves."""
+    return {one: (one,) for one in ARCHITECTURES} if source.name in ASK else FRONT_ENDS
 
 
 def path_of(source: Path, folder: str, suffix: str) -> Path:
@@ -95,7 +102,8 @@ def check(source: Path, front_end: str, wanted: Sequence[str], part: int | None)
             options += [f"-DPYCOMM_PART={part}", "-include", str(SOME_TYPES)]
         ptx = Path(kept, source.stem).with_suffix(".ptx")
         compiled = [str(source), *options]
-        for architecture in (one for one in FRONT_ENDS[front_end] if one in wanted):
+        served = front_ends(source)[front_end]
+        for architecture in (one for one in served if one in wanted):
             name = f"{source.name} for sm_{architecture}"
             output = object_of(source, architecture)
             if is_current(output, listed):
@@ -154,7 +162,7 @@ def main() -> int:
         jobs = [
             pool.submit(check, source, front_end, given.architectures, given.part)
             for source in sources
-            for front_end in FRONT_ENDS
+            for front_end in front_ends(source)
         ]
         problems = [problem for job in jobs if (problem := job.result())]
     for problem in problems:

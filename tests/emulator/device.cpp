@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/multimem.cuh"
 #include "device.h"
 
 // In place of torch's, which knows from its own build that there is none. This file is loaded first.
@@ -259,6 +260,7 @@ PYBIND11_MODULE(_emulator, m) {
   m.attr("devices") = static_cast<int>(kDevices);
   m.def("current_device", &device::current_device);
   m.def("set_device", &device::set_device);
+  m.def("make_multicast", &device::make_multicast);
   m.def("kernel_uses_addresses",
         [](const std::vector<std::int64_t>& read, const std::vector<std::int64_t>& written) {
           const c10::Stream stream = current_stream();

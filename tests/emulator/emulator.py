@@ -290,6 +290,8 @@ class SymmetricMemory:
         self.buffer_ptrs = [
             memory.data_ptr() if rank == own else self.map_of(*of) for rank, of in enumerate(every)
         ]
+        off = os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+        self.multicast_ptr = 0 if off else device.make_multicast(self.buffer_ptrs)
         dist.barrier(process_group)  # nobody ends while others open its file
 
     @classmethod

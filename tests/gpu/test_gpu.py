@@ -19,7 +19,8 @@ import sweep
 import torch
 
 import pycomm
-from pycomm._inputs import ALGORITHMS, DTYPES, OPS
+from pycomm._inputs import DTYPES, OPS
+from pycomm._runtime import cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -40,9 +41,7 @@ def bits(tensor: torch.Tensor) -> str:
 
 @pytest.mark.parametrize(
     ("dtype", "algorithm", "size", "staged"),
-    sweep.a_third_of(
-        DTYPES, [a for a in ALGORITHMS if a != "auto"], gpu_ranks.SIZES, [False, True]
-    ),
+    sweep.a_third_of(DTYPES, sweep.ALGORITHMS, gpu_ranks.SIZES, [False, True]),
     ids=str,
 )
 def test_all_reduce_has_the_bits_of_the_cpu(
@@ -172,9 +171,37 @@ def reduce_in_every_way(group: pycomm.Group) -> None:
         tensor = group.empty(4099, device="cuda").fill_(group.rank)
         pycomm.all_reduce(tensor, algorithm="two_shot", group=group)
         assert tensor.cpu().eq(total).all()
+    reduce_in_the_switch(group)
 
 
-@pytest.mark.parametrize(("size", "layout"), sweep.half_of([2, 4], gpu_ranks.LAYOUTS))
+def reduce_in_the_switch(group: pycomm.Group) -> None:
+    x = torch.full((4099,), float(group.rank), device="cuda")
+    if os.environ.get(cuda.DISABLE_MULTICAST) != "0" or not gpu_ranks.has_multicast():
+        with pytest.raises(ValueError, match=r"algorithm must be .*no multicast address"):
+            pycomm.all_reduce(x, algorithm="multicast", group=group)
+        with pytest.raises(ValueError, match=r"algorithm must be .*no multicast address"):
+            group.explain(4, algorithm="multicast", device="cuda")
+        return
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for make in (torch.empty, group.empty):
+            x = make(4099, dtype=dtype, device="cuda").fill_(group.rank)
+            pycomm.all_reduce(x, "avg", algorithm="multicast", group=group)
+            assert x.cpu().eq((group.size - 1) / 2).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pycomm.all_reduce(x, "sum", algorithm="multicast", group=group)
+    for _ in range(2):
+        graph.replay()
+    assert x.cpu().eq((group.size - 1) / 2 * group.size**2).all()
+    with pytest.raises(ValueError, match="got max of float16"):
+        pycomm.all_reduce(x, "max", algorithm="multicast", group=group)
+    assert group.explain(4, algorithm="multicast", device="cuda").algorithm == "multicast"
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    sweep.half_of([2, 4], [gpu_ranks.MULTICAST, gpu_ranks.PINNED, gpu_ranks.ONE_VISIBLE]),
+)
 def test_processes(size: int, layout: str) -> None:
     """On one GPU they take turns, so this says nothing about speed."""
     gpu_ranks.run(size, layout, reduce_in_every_way, cuda_heap_bytes=4 << 20)
@@ -320,6 +347,7 @@ def refused_calls() -> dict[str, dict[str, Any]]:
         "bitwise": {"op": "band"},
         "algorithm": {"algorithm": "star"},
         "order": {"algorithm": "ring", "deterministic": True},
+        "switch": {"algorithm": "multicast"},
         "host": {"out": torch.ones(4)},
         "dtype": {"out": x.double()},
         "shape": {"out": x.view(2, 2)},

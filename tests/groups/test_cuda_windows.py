@@ -31,6 +31,8 @@ class Machine:
     no_memory: int = -1  # the rank for which each of these fails
     no_rendezvous: int = -1
     wrong_place: int = -1
+    asks: tuple[int, ...] = ()  # ranks on GPUs of different numbers that ask for multicast
+    no_multicast: int = -1
 
 
 class Fakes:
@@ -41,6 +43,7 @@ class Fakes:
         self.rank = rank
         self.settings = []
         self.unpinned = 0
+        self.multicast = None
 
     def symmetric_tensor(self, nbytes, _device):
         self.settings.append([os.environ.get(name) for name in SETTINGS])
@@ -53,11 +56,17 @@ class Fakes:
         if self.rank == self.machine.no_rendezvous:
             raise RuntimeError("no rendezvous")
         mine = memory.data_ptr() + (self.rank == self.machine.wrong_place)
-        return SimpleNamespace(buffer_ptrs=[mine, mine])
+        asked = os.environ[SETTINGS[0]] == "0" and self.rank != self.machine.no_multicast
+        return SimpleNamespace(buffer_ptrs=[mine, mine], multicast_ptr=4096 if asked else 0)
 
     def properties(self, device):
-        gpu = (self.rank + torch.device(device).index) % 2
+        index = torch.device(device).index
+        gpu = index if self.machine.asks else (self.rank + index) % 2
         return SimpleNamespace(uuid=str(gpu + 1) * 32, multi_processor_count=100)
+
+    def endpoint(self, *_, multicast=0, **__):
+        self.multicast = multicast
+        return SimpleNamespace(serve_messages=lambda _: None)
 
     def registration(self, _device, core, rank, offset, nbytes):
         fakes = self
@@ -77,7 +86,7 @@ class Fakes:
             cuda_least_staging_bytes=lambda *_: 0,
             cuda_window_bytes=lambda *_: BYTES,
             cuda_heap_begin=lambda *_: BYTES // 2,
-            CudaEndpoint=lambda *_, **__: SimpleNamespace(serve_messages=lambda _: None),
+            CudaEndpoint=self.endpoint,
             CudaSharedLaunch=lambda *_: SimpleNamespace(),
             CudaGroup=lambda *_: SimpleNamespace(close=lambda: None, check=lambda: None),
             DeviceHeap=lambda begin, nbytes, *_: _C.DeviceHeap(begin, nbytes, None, None),
@@ -115,16 +124,19 @@ def connect(group, machine):
     """One rank's transport, what it warned of, and how much was pinned until it was closed."""
     for name in SETTINGS:
         os.environ.pop(name, None)
+    if group.rank in machine.asks:
+        os.environ[SETTINGS[0]] = "0"
     fakes, warnings = Fakes(machine, group.rank), Warnings()
     logging.getLogger("pycomm").addHandler(warnings)
     with fakes.installed():
-        side = join_processes(group, torch.device("cuda", 0), lambda: None, 32, BYTES // 2)
+        device = torch.device("cuda", group.rank if machine.asks else 0)
+        side = join_processes(group, device, lambda: None, 32, BYTES // 2)
         transport, shares = side.transport, side.shares_device
         side.close()
         del side
     logging.getLogger("pycomm").removeHandler(warnings)
     left = [os.environ.get(name) for name in SETTINGS]
-    return transport, shares, warnings.texts, fakes.settings, left, fakes.unpinned
+    return transport, shares, warnings.texts, fakes.settings, left, fakes.unpinned, fakes.multicast
 
 
 def run(machine):
@@ -132,12 +144,25 @@ def run(machine):
 
 
 def test_one_visible_gpu_per_process_uses_peer_memory():
-    for transport, shares, texts, settings, left, _ in run(Machine()):
+    for transport, shares, texts, settings, left, _, multicast in run(Machine()):
         assert transport == "peer memory"
         assert not shares
         assert texts == []
         assert settings == [["1", "1"], ["1", "1"]]  # no multicast; the same number is no overlap
         assert left == [None, None]
+        assert multicast == 0
+
+
+@pytest.mark.parametrize(
+    ("asks", "lacks", "setting", "address"),
+    [((0, 1), -1, "0", 4096), ((0, 1), 1, "0", 0), ((1,), -1, "1", 0)],
+    ids=["all", "one lacks it", "one asks"],
+)
+def test_multicast_is_used_if_all_ranks_ask_for_it_and_have_it(asks, lacks, setting, address):
+    for transport, _, _, settings, _, _, multicast in run(Machine(asks=asks, no_multicast=lacks)):
+        assert transport == "peer memory"
+        assert settings == [[setting, setting]] * 2
+        assert multicast == address
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -149,7 +174,7 @@ def test_all_ranks_fall_back_if_one_fails(fault, rank):
         "wrong_place": "not where its handle says",
     }
     seen = run(Machine(**{fault: rank}))
-    for r, (transport, _, texts, _, left, unpinned) in enumerate(seen):
+    for r, (transport, _, texts, _, left, unpinned, _) in enumerate(seen):
         assert transport == PINNED
         (text,) = texts
         assert (causes[fault] if r == rank else "another rank's GPU") in text
@@ -180,7 +205,7 @@ def test_a_pinned_window_outlasts_its_rank():
 
 
 def test_no_attempt_without_peer_access():
-    for transport, _, texts, settings, _, _ in run(Machine(visible=2, access=False)):
+    for transport, _, texts, settings, *_ in run(Machine(visible=2, access=False)):
         assert transport == PINNED
         assert settings == []
         assert "cuda:0 has no peer access to cuda:1" in texts[0]

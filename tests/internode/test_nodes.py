@@ -147,17 +147,18 @@ def test_nodes_must_make_up_the_world(nodes):
         pycomm.LocalWorld(3, nodes=nodes)
 
 
-def test_one_shot_is_refused(world):
+@pytest.mark.parametrize("name", ["one_shot", "multicast"])
+def test_some_algorithms_are_refused(world, name):
     group = world(2, nodes=[1, 1]).groups[0]
     message = (
-        "algorithm must be auto, two_shot, ring or tree in a group that spans nodes, got one_shot"
+        f"algorithm must be auto, two_shot, ring or tree in a group that spans nodes, got {name}"
     )
     with pytest.raises(ValueError, match=message):
-        pycomm.all_reduce(torch.ones(3), algorithm="one_shot", group=group)
+        pycomm.all_reduce(torch.ones(3), algorithm=name, group=group)
     with pytest.raises(ValueError, match=message):
-        pycomm.all_reduce(torch.ones(3), algorithm="one_shot", group=group, async_op=True)
+        pycomm.all_reduce(torch.ones(3), algorithm=name, group=group, async_op=True)
     with pytest.raises(ValueError, match=message):
-        group.explain(12, algorithm="one_shot")
+        group.explain(12, algorithm=name)
 
 
 def test_operations_of_a_compiled_graph(world):

@@ -15,6 +15,7 @@ from pycomm._runtime import cuda
 
 PEER, PINNED = "peer memory", "pinned host memory"
 ONE_VISIBLE = "one visible GPU each"  # as under Ray or SLURM
+MULTICAST = "peer memory, and multicast where there is any"
 EMULATED = torch.version.cuda is None
 # Numbers of ranks; one if the device is emulated, because the C++ tests run the kernels with all.
 SIZES = (3,) if EMULATED else (1, 2, 3, 4, 8)
@@ -43,7 +44,9 @@ def member(
         torch.cuda.set_device(rank % len(gpus))
     if layout == PINNED:
         mock.patch.object(cuda, "_denied", return_value="a test says so").start()
-    with helpers.member(rank, size, store, timeout=60, **options) as group:
+    asks = {cuda.DISABLE_MULTICAST: "0"} if layout == MULTICAST else {}
+    asking = mock.patch.dict(os.environ, asks)
+    with asking, helpers.member(rank, size, store, timeout=60, **options) as group:
         pycomm.all_reduce(torch.ones(1, device="cuda"), group=group)  # connects
         path = group.explain(4, device="cuda").path
         assert size == 1 or path == (PINNED if layout == PINNED else PEER)
@@ -51,6 +54,18 @@ def member(
         torch.cuda.synchronize()
         group.check()
     return value
+
+
+def has_multicast() -> bool:
+    """True if processes on several GPUs of this machine can have it."""
+    if EMULATED:
+        return True
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return torch.cuda.device_count() > 1 and _SymmetricMemory.has_multicast_support(
+        DeviceType.CUDA, 0
+    )
 
 
 def capture_averages(world: pycomm.LocalWorld, tensors: list[torch.Tensor]) -> torch.cuda.CUDAGraph:

@@ -2,6 +2,7 @@
 // docs/contributing/extending.md shows how to add one.
 #pragma once
 
+#include "core/algorithms/multicast.h"
 #include "core/algorithms/one_shot.h"
 #include "core/algorithms/ring.h"
 #include "core/algorithms/tree.h"
@@ -13,8 +14,9 @@ namespace pycomm {
 // A row.
 //   kZeroCopy     reads and writes the tensors in place if all of them lie in windows.
 //   kCoded        also runs with a block codec.
-//   kPartialSums  ranks pass on sums of some of the contributions. A single rank has no such sums;
-//                 two-shot then runs instead.
+//   kPartialSums  ranks, or the switch, pass on sums of some of the contributions, so that they are
+//                 not added in rank order. A single rank has no such sums; two-shot then runs
+//                 instead.
 struct OneShot {
   static constexpr Algorithm kAlgorithm = Algorithm::one_shot;
   static constexpr bool kZeroCopy = false, kCoded = false, kPartialSums = false;
@@ -55,6 +57,15 @@ struct Tree {
   }
 };
 
+struct Multicast {
+  static constexpr Algorithm kAlgorithm = Algorithm::multicast;
+  static constexpr bool kZeroCopy = true, kCoded = false, kPartialSums = true;
+  template <PlainExecutor Comm>
+  PYCOMM_HD static void run(Comm& comm) {
+    if constexpr (MulticastExecutor<Comm>) multicast(comm);  // the others' groups refuse it
+  }
+};
+
 template <class... Rows>
 struct AlgorithmTable {
   static constexpr int kCount = sizeof...(Rows);
@@ -79,7 +90,7 @@ struct AlgorithmTable {
   }
 };
 
-using Algorithms = AlgorithmTable<OneShot, TwoShot, Ring, Tree>;
+using Algorithms = AlgorithmTable<OneShot, TwoShot, Ring, Tree, Multicast>;
 static_assert(Algorithms::kCount + 1 == kCountOf<Algorithm>, "one row each, none for automatic");
 
 // True if the operation may use tensors in place when they lie in windows.

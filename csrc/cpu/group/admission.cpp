@@ -11,10 +11,19 @@ std::string Group::refusal(const Call& call) const {
   if (call.inputs || call.outputs) return refusal_of_blocks(call, size_);
   if (internode_ != nullptr) {
     const Algorithm algorithm = operation.algorithm;
-    if (operation.collective != Collective::all_reduce || algorithm != Algorithm::one_shot)
+    if (operation.collective != Collective::all_reduce ||
+        (algorithm != Algorithm::one_shot && algorithm != Algorithm::multicast)) {
       return {};
-    return "algorithm must be auto, two_shot, ring or tree in a group that spans nodes, got "
-           "one_shot";
+    }
+    return std::string(
+               "algorithm must be auto, two_shot, ring or tree in a group that spans nodes, "
+               "got ") +
+           name_of(algorithm);
+  }
+  if (operation.algorithm == Algorithm::multicast && operation.device == Device::cpu) {
+    return "algorithm must be auto, one_shot, two_shot, ring or tree for CPU tensors, got "
+           "multicast: "
+           "only switches between GPUs add";
   }
   if (operation.codec.kind == CodecKind::none || operation.codec.kind == CodecKind::topk) return {};
   const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);

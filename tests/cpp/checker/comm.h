@@ -143,6 +143,10 @@ class Comm {
     for (int i = 0; i < n_from; ++i) sources.push_back(from(i));
     add(targets, sources, n, last);
   }
+  template <class To, class From>
+  void reduce_in_switch(To to, From from, std::int64_t n) {
+    reduce(size(), to, size(), from, n, true);
+  }
 
   // For executors on top of this one.
   Pieces read(Location from, std::int64_t units, Unit unit);

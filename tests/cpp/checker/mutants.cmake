@@ -4,6 +4,9 @@
 add_mutant(ring_returns_while_it_is_read algorithms/ring.h "if (zero_copy) comm.wait(right, kUp, signalled);" "")
 add_mutant(packets_without_meeting algorithms/packet.h "comm.await_announcements();" "")
 add_mutant(reduce_scatter_returns_while_it_is_read algorithms/two_shot.h "comm.wait_all(kReduced, 1);" "")
+add_mutant(multicast_does_not_wait_for_the_stage algorithms/multicast.h "comm.wait_all(kStaged, t + 1);" "")
+add_mutant(multicast_has_one_slot algorithms/multicast.h "% 2" "% 1")
+add_mutant(multicast_gathers_early algorithms/multicast.h "comm.wait_all(kReduced, t);" "")
 add_mutant(tree_returns_while_it_is_read algorithms/tree.h
   "first.wait_children(first.down_channel(), first.pieces.count());" "")
 add_mutant(reduce_returns_while_it_is_read algorithms/reduce.h

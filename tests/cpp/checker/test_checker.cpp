@@ -30,7 +30,7 @@ T one_of(const T (&from)[N], Dice& random) {
 Step plain_step(int ranks, Dice& random) {
   constexpr std::int64_t kCounts[] = {0, 1, 16, 33, 1000, 5003, 20011, 300007};
   constexpr Algorithm kAlgorithms[] = {Algorithm::one_shot, Algorithm::two_shot, Algorithm::ring,
-                                       Algorithm::tree};
+                                       Algorithm::tree, Algorithm::multicast};
   constexpr DType kTypes[] = {DType::f64, DType::f32, DType::f16, DType::u8};
   Step step;
   Operation& operation = step.operation;
@@ -39,9 +39,9 @@ Step plain_step(int ranks, Dice& random) {
   operation.root = static_cast<int>(random() % static_cast<unsigned>(ranks));
   step.where = one_of(kPlaces, random);
   step.in_place = random() % 2 == 0;
-  const unsigned which = random() % 12;
-  operation.collective = which < 4 ? Collective::all_reduce : static_cast<Collective>(which - 3);
-  operation.algorithm = which < 4 ? kAlgorithms[which] : Algorithm::two_shot;
+  const unsigned which = random() % 13;
+  operation.collective = which < 5 ? Collective::all_reduce : static_cast<Collective>(which - 4);
+  operation.algorithm = which < 5 ? kAlgorithms[which] : Algorithm::two_shot;
   const bool whole =
       operation.collective == Collective::all_reduce || operation.collective == Collective::reduce;
   if (!whole) step.in_place = operation.collective == Collective::broadcast;
@@ -248,11 +248,12 @@ struct Scene {
 };
 
 Scene on_node(int ranks) {
-  Scene scene{{{}},
-              kSmallAndLate,
-              zero_copy_steps(ranks, {Algorithm::two_shot, Algorithm::ring, Algorithm::tree},
-                              {Collective::reduce, Collective::gather, Collective::scatter,
-                               Collective::all_to_all})};
+  Scene scene{
+      {{}},
+      kSmallAndLate,
+      zero_copy_steps(
+          ranks, {Algorithm::two_shot, Algorithm::ring, Algorithm::tree, Algorithm::multicast},
+          {Collective::reduce, Collective::gather, Collective::scatter, Collective::all_to_all})};
   for (unsigned exchanges = 0; exchanges < 4; ++exchanges) {
     scene.steps.push_back(sharded_step(100, exchanges));
   }

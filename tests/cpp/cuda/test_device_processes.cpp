@@ -20,13 +20,30 @@ class Processes {
   explicit Processes(int n) : hosts_(n, kHostStaging), device_(n, kHeap) {}
 
   // Runs it once on CUDA and once on the CPU, and compares.
-  void compare(const Operation& operation, Room room = Room::heap) {
+  void compare(const Operation& operation, Room room = Room::heap,
+               Numbers numbers = Numbers::normal) {
     const unsigned seed = ++seed_;
-    Tensors want(operation, hosts_.size(), seed);
+    Tensors want(operation, hosts_.size(), seed, numbers);
+    want.in_place = numbers == Numbers::whole && seed / 2 % 2 == 0;
     OnDevice got(operation, want, device_, room, seed);
     run_on_host(operation, hosts_, want);
     hosts_.run([&](int r) { got.launch(r, *device_.endpoints[r]); });
     expect(got, want, ", case " + std::to_string(seed));
+  }
+
+  Bytes staging_of(int r) const {
+    std::byte* const end = device_.heap(r);
+    return {end - DeviceWorld::staging_bytes(hosts_.size()), end};
+  }
+
+  // All ranks get the same bits, whatever these are.
+  void compare_ranks(const Operation& operation, Room room) {
+    const unsigned seed = ++seed_;
+    OnDevice got(operation, Tensors(operation, hosts_.size(), seed), device_, room, seed);
+    hosts_.run([&](int r) { got.launch(r, *device_.endpoints[r]); });
+    for (int r = 1; r < hosts_.size(); ++r) {
+      PYCOMM_CHECK(got.result(r) == got.result(0), describe(operation) + ": ranks differ");
+    }
   }
 
   // Captures all of them in one graph per rank, and runs it again and again. No rank waits for another
@@ -77,6 +94,7 @@ void collectives(int n) {
     for (const Room room : {Room::heap, Room::outside, Room::mixed}) {
       if (room != Room::heap && count < 2) continue;
       for (Operation operation : plain_operations()) {
+        if (operation.algorithm == Algorithm::multicast) continue;  // multicasts()
         operation.dtype = static_cast<DType>(++turn % kCountOf<DType>);
         operation.op = static_cast<ReduceOp>(turn / 2 % 5);
         operation.root = static_cast<int>(turn % static_cast<unsigned>(n));
@@ -88,6 +106,24 @@ void collectives(int n) {
 }
 
 constexpr DType kCompressible[] = {DType::f32, DType::f16, DType::bf16};
+
+// Sums of whole numbers are exact in any order; others have the same bits on all ranks. Tensors at the
+// same places are not staged.
+void multicasts(int n) {
+  Processes ranks(n);
+  unsigned turn = static_cast<unsigned>(n);
+  for (const std::int64_t count : {0, 1, 3001, 300'007}) {
+    for (const Room room : {Room::alike, Room::aligned, Room::heap, Room::outside, Room::mixed}) {
+      const DType dtype = kCompressible[++turn % 3];
+      const ReduceOp op = turn / 3 % 2 == 0 ? ReduceOp::sum : ReduceOp::avg;
+      const Operation operation{Collective::all_reduce, Algorithm::multicast, dtype, op, 0, count};
+      const Bytes before = ranks.staging_of(0);
+      ranks.compare(operation, room, Numbers::whole);
+      must(room != Room::alike || ranks.staging_of(0) == before, "it is used where it lies");
+      ranks.compare_ranks(operation, room);
+    }
+  }
+}
 
 // On CUDA, ring and tree cut at multiples of the largest block, on the CPU at multiples of the
 // codec's. So that both cut at the same places, blocks are of that size, or all parts are.
@@ -172,6 +208,7 @@ int main() {
   for (int n = 1; n <= 8; ++n) {
     tests.push_back({"collectives", [n] { collectives(n); }});
     tests.push_back({"codecs", [n] { codecs(n); }});
+    if (n > 1 && n < 5) tests.push_back({"multicasts", [n] { multicasts(n); }});
   }
   tests.push_back({"replays", [] { replays(2); }});
   tests.push_back({"copies_of_messages", copies_of_messages});

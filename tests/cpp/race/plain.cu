@@ -1,6 +1,6 @@
 // The kernels of uncompressed collectives that are searched for races: each with one type of elements,
 // because the others differ in nothing that orders accesses.
-#include "cuda/launch.cuh"
+#include "cuda/multicast.cuh"
 
 namespace pycomm::cuda {
 namespace {
@@ -28,6 +28,7 @@ PYCOMM_LAUNCH(OneShot)
 PYCOMM_LAUNCH(TwoShot)
 PYCOMM_LAUNCH(Ring)
 PYCOMM_LAUNCH(Tree)
+PYCOMM_LAUNCH(Multicast)
 PYCOMM_LAUNCH(ReduceScatter)
 PYCOMM_LAUNCH(AllGather)
 PYCOMM_LAUNCH(Broadcast)

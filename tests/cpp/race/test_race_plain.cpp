@@ -50,8 +50,8 @@ std::int64_t large(int n) {
 void all_reduces(int n) {
   for (const bool staged : {false, true}) {
     std::vector<Operation> operations;
-    for (const Algorithm algorithm :
-         {Algorithm::two_shot, Algorithm::ring, Algorithm::tree, Algorithm::one_shot}) {
+    for (const Algorithm algorithm : {Algorithm::two_shot, Algorithm::ring, Algorithm::tree,
+                                      Algorithm::one_shot, Algorithm::multicast}) {
       for (const std::int64_t count : {large(n), kPackets, kPackets}) {
         operations.push_back(plain(Collective::all_reduce, algorithm, count));
       }

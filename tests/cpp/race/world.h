@@ -10,6 +10,7 @@
 
 #include "core/errors.h"
 #include "cuda/endpoint.h"
+#include "cuda/multimem.cuh"
 
 namespace pycomm::test {
 
@@ -23,9 +24,10 @@ class RaceWorld {
       memory_.emplace_back(static_cast<std::size_t>(bytes) + 4096);
       windows.push_back((reinterpret_cast<std::uintptr_t>(memory_[r].data()) + 4095) / 4096 * 4096);
     }
+    const std::uintptr_t multicast = device::make_multicast(windows);
     for (int r = 0; r < n; ++r) {
       endpoints_.push_back(std::make_unique<cuda::Endpoint>(cuda::EndpointOptions{
-          r, r, n, lanes, staging, bytes, 60, windows, true, stage_always, kLine}));
+          r, r, n, lanes, staging, bytes, 60, windows, true, stage_always, kLine, 0, multicast}));
     }
   }
 

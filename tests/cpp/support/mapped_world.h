@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "cuda/multimem.cuh"
 #include "support/device_world.h"
 
 namespace pycomm::test {
@@ -30,8 +31,10 @@ class MappedWorld {
       std::vector<std::uintptr_t> windows;
       for (const int file : files) windows.push_back(map(file));
       heaps_.push_back(reinterpret_cast<std::byte*>(windows[r]) + heap_begin_);
-      endpoints.push_back(std::make_unique<cuda::Endpoint>(cuda::EndpointOptions{
-          0, r, n, kLanes, staging, bytes_, timeout, std::move(windows), false, false, kLine}));
+      const std::uintptr_t multicast = device::make_multicast(windows);
+      endpoints.push_back(std::make_unique<cuda::Endpoint>(
+          cuda::EndpointOptions{0, r, n, kLanes, staging, bytes_, timeout, std::move(windows),
+                                false, false, kLine, 0, multicast}));
     }
     for (const int file : files) close(file);
   }

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -18,14 +19,20 @@ namespace pycomm::test {
 
 using Bytes = std::vector<std::byte>;
 
-inline Bytes random_elements(DType dtype, std::int64_t count, Dice& dice) {
+// Of floats.
+enum class Numbers { normal, whole };
+
+inline Bytes random_elements(DType dtype, std::int64_t count, Dice& dice,
+                             Numbers numbers = Numbers::normal) {
   Bytes made(static_cast<std::size_t>(count * size_of(dtype)));
   for (std::byte& byte : made) byte = static_cast<std::byte>(dice());
   visit_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     if constexpr (std::is_floating_point_v<accumulator_t<T>>) {
       for (std::int64_t i = 0; i < count; ++i) {
-        const T value = store<T>(static_cast<accumulator_t<T>>(normal(dice)));
+        const float drawn = normal(dice);
+        const float number = numbers == Numbers::whole ? std::round(4 * drawn) : drawn;
+        const T value = store<T>(static_cast<accumulator_t<T>>(number));
         std::memcpy(made.data() + i * size_of(dtype), &value, sizeof(T));
       }
     }
@@ -35,12 +42,12 @@ inline Bytes random_elements(DType dtype, std::int64_t count, Dice& dice) {
 
 // What every rank passes to an operation, and gets.
 struct Tensors {
-  Tensors(const Operation& operation, int n, unsigned seed) {
+  Tensors(const Operation& operation, int n, unsigned seed, Numbers numbers = Numbers::normal) {
     Dice dice(seed);
     const std::int64_t most = operation.count * (reduces_or_moves_one(operation) ? 1 : n);
     for (int r = 0; r < n; ++r) {
-      x.push_back(random_elements(operation.dtype, most, dice));
-      y.push_back(random_elements(operation.dtype, most, dice));
+      x.push_back(random_elements(operation.dtype, most, dice, numbers));
+      y.push_back(random_elements(operation.dtype, most, dice, numbers));
       std::vector<float> values(static_cast<std::size_t>(operation.count));
       for (float& value : values) value = 0.01f * normal(dice);
       residual.push_back(values);
@@ -83,15 +90,18 @@ inline bool has_codec(const Operation& operation) {
   return operation.codec.kind != CodecKind::none;
 }
 
-// What the CPU makes of it. Ring and tree cut what a lane has, so each lane is a tensor of its own.
+// What the CPU makes of it. Ring and tree cut what a lane has, so each lane is a tensor of its own. The
+// CPU has no multicast: its exact sums are two-shot's.
 inline void run_on_host(const Operation& operation, World& hosts, Tensors& tensors) {
-  const bool by_lane = operation.collective == Collective::all_reduce &&
+  const bool in_switch = operation.algorithm == Algorithm::multicast;
+  const bool by_lane = operation.collective == Collective::all_reduce && !in_switch &&
                        Algorithms::partial_sums(operation.algorithm) && hosts.size() > 1;
   const std::int64_t size = size_of(operation.dtype);
   const std::int64_t unit = has_codec(operation) ? kLargestBlock : kLine / size;
   for (int lane = 0; lane < (by_lane ? kLanes : 1); ++lane) {
     const Range part = part_of(operation.count, by_lane ? kLanes : 1, lane, unit);
     Operation each = operation;
+    if (in_switch) each.algorithm = Algorithm::two_shot;
     each.count = part.count;
     each.offset += static_cast<std::uint32_t>(part.begin / kSmallestBlock);
     hosts.run([&](int r) {
@@ -102,8 +112,8 @@ inline void run_on_host(const Operation& operation, World& hosts, Tensors& tenso
   }
 }
 
-// Where a rank's tensors lie.
-enum class Room { heap, outside, mixed };
+// Where a rank's tensors lie: `aligned` at other places of each heap, `alike` at the same ones.
+enum class Room { heap, outside, mixed, aligned, alike };
 
 // A copy of a tensor at any address that its type allows.
 class Placed {
@@ -120,6 +130,7 @@ class Placed {
   Placed(Placed&&) = default;
 
   std::byte* data() const { return data_; }
+  Bytes bytes() const { return {data_, data_ + size_}; }
   bool operator==(const Bytes& other) const {
     return other.size() == size_ && std::memcmp(data_, other.data(), size_) == 0;
   }
@@ -139,10 +150,12 @@ class OnDevice {
     operation_.device = Device::cuda;
     const int n = static_cast<int>(tensors.x.size());
     for (int r = 0; r < n; ++r) {
-      const bool inside = room == Room::heap || (room == Room::mixed && r != 0);
+      const bool inside = room != Room::outside && (room != Room::mixed || r != 0);
       const auto place = [&](const Bytes& from, int which) {
-        const std::int64_t shift =
-            (seed + static_cast<unsigned>(r + which)) % 3 * size_of(operation.dtype);
+        const std::int64_t unit = room == Room::alike     ? 0
+                                  : room == Room::aligned ? 16
+                                                          : size_of(operation.dtype);
+        const std::int64_t shift = (seed + static_cast<unsigned>(r + which)) % 3 * unit;
         const std::int64_t half = world.heap_bytes() / 2;
         PYCOMM_CHECK(static_cast<std::int64_t>(from.size()) + 64 <= half, "the heap is too small");
         std::byte* const heap = world.heap(r) + which * half;
@@ -164,6 +177,8 @@ class OnDevice {
     extras.capture = endpoint.capture_of(handle);
     endpoint.launch(operation_, input, y_[r].data(), handle, extras);
   }
+
+  Bytes result(int r) const { return y_[static_cast<std::size_t>(r)].bytes(); }
 
   // Fails unless rank r has these tensors.
   void expect(int r, const Tensors& want, const std::string& when) const {
