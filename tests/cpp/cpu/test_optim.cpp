@@ -265,7 +265,8 @@ void codes_stay_in_their_range() {
   std::mt19937 random(0);
   std::vector<float> magnitudes(std::begin(kMagnitudes), std::end(kMagnitudes));
   for (int i = 0; i < 1'000'000 / kEvery; ++i) {
-    magnitudes.push_back(bit_cast<float>(random() % 0x7f000000u + 0x00800000u));
+    const auto bits = static_cast<std::uint32_t>(random() % 0x7f000000u + 0x00800000u);
+    magnitudes.push_back(bit_cast<float>(bits));
   }
   for (const float largest : magnitudes) {
     const State8Scale first = scale_for(Role::first_moment, largest),
