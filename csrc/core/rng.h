@@ -55,7 +55,8 @@ PYCOMM_HD std::uint32_t random_bits(const Random& random, std::int64_t index) {
 
 // The random bits for rounding in optimizers. A Philox key per 1024 elements is mixed with the
 // element's position by multiplications and shifts (lowbias32: Wellons 2018, "Prospecting for hash
-// functions"). This takes a sixth of Philox's time, which would be half of an optimizer step's.
+// functions"; its last step, the exclusive or of both halves, is left to rounding_bits()). This takes
+// a sixth of Philox's time, which would be half of an optimizer step's.
 inline constexpr std::int64_t kMixedRun = 1024;
 
 struct MixedBits {
@@ -73,8 +74,7 @@ struct MixedBits {
   PYCOMM_HD std::uint32_t operator()(std::int64_t place) const {
     std::uint32_t bits = first + static_cast<std::uint32_t>(place);
     bits = (bits ^ bits >> 16) * 0x7feb352du;
-    bits = (bits ^ bits >> 15 ^ second) * 0x846ca68bu;
-    return bits ^ bits >> 16;
+    return (bits ^ bits >> 15 ^ second) * 0x846ca68bu;
   }
 };
 

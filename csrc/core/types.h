@@ -18,6 +18,14 @@
 #define PYCOMM_HD inline __attribute__((always_inline))
 #endif
 
+// In a branch that is rarely taken: keeps a GPU's compiler from running its body always, and then
+// selecting.
+PYCOMM_HD void stay_a_branch() {
+#if defined(__CUDA_ARCH__)
+  asm volatile("");
+#endif
+}
+
 // Compiles a function once per x86-64 level; the loader selects one copy. Programs with such
 // functions crash at start under GCC 12's ThreadSanitizer. Other compilers and processors get a
 // single copy.

@@ -46,14 +46,14 @@ def join(high: np.ndarray, low: np.ndarray) -> np.ndarray:
 
 
 def rounding_bits(count: int, step: int, stream: int, seed: int) -> np.ndarray:
-    """A word for each element: lowbias32 of its place, with a key for every 1,024."""
+    """A word for each element: its place, mixed with a key for every 1,024."""
     low = np.uint64(0xFFFFFFFF)
     run, place = np.divmod(np.arange(count), 1024)
     keys = philox(run, step, stream, seed).astype(np.uint64)
     bits = keys[:, 0] + place.astype(np.uint64) & low
     bits = (bits ^ bits >> np.uint64(16)) * np.uint64(0x7FEB352D) & low
     bits = (bits ^ bits >> np.uint64(15) ^ keys[:, 1]) * np.uint64(0x846CA68B) & low
-    return (bits ^ bits >> np.uint64(16)).astype(np.uint32)
+    return bits.astype(np.uint32)
 
 
 def rounds_up(
@@ -91,27 +91,40 @@ def encode8(
         largest = np.abs(rows).max(1)
         bad = ~np.isfinite(largest)
         dead = bad | (largest < np.finfo(F).tiny)
-        inverse = np.where(dead, F(0), F(1) / largest)[:, None]
-        share = np.abs(rows) * inverse
-        last = F(255) if squares else F(127)
-        dice = None if random is None else np.resize(random, rows.size).reshape(rows.shape)
-        if dice is None:
-            codes = np.rint((np.sqrt(np.sqrt(share)) if squares else np.sqrt(share)) * last)
-        elif squares:
-            codes = np.minimum(np.floor(np.sqrt(np.sqrt(share)) * last), last - 1)
-            codes += rounds_up(share, share_of(codes), share_of(codes + 1), dice)
+        factor = F(260100) / np.sqrt(largest) if squares else F(16129 - 2**-8) / F(4096) / largest
+        share = np.sqrt(rows) if squares else np.abs(rows)
+        share = share * np.where(dead, F(0), factor)[:, None]
+        if random is None:
+            codes = np.rint(np.sqrt(share) / F(2) if squares else np.sqrt(share) * F(64))
+            codes = np.maximum(codes, 1) if squares else np.copysign(codes, rows)
         else:
-            square = share * F(127 * 127)
-            codes = np.minimum(np.floor(np.sqrt(square)), last - 1)
-            codes += rounds_up(square, codes * codes, (codes + 1) * (codes + 1), dice)
+            dice = np.resize(random, rows.size).reshape(rows.shape)
+            codes = fourth_roots(share, dice) if squares else square_roots(rows, share, dice)
         if squares:
-            codes = np.where((rows > 0) & (codes < 1), F(1), codes)
-        else:
-            codes = np.copysign(codes, rows)
+            codes = np.where(rows > 0, codes, F(0))
     codes[dead] = 0
     stored = np.where(bad, np.uint32(0x7FC00000).view(F), np.where(dead, F(0), largest))
     codes = codes.astype(np.uint8 if squares else np.int8).view(np.uint8)
     return codes.reshape(-1)[: len(values)], stored.astype(F)
+
+
+def square_roots(values: np.ndarray, squares: np.ndarray, random: np.ndarray) -> np.ndarray:
+    """Signed roots of squares / 4,096, up by the low half of the random bits."""
+    fraction = (random & 0xFFFF).astype(F) * F(2**-22) + F(2**-23)
+    rest = F(2**-6) - fraction
+    roots = np.sqrt(np.maximum(squares - fraction * rest, F(2**-101)))
+    return np.floor((np.copysign(roots, values) + rest) * F(64))
+
+
+def fourth_roots(share: np.ndarray, random: np.ndarray) -> np.ndarray:
+    """Roots of roots of share^2 / 16, at least 1, up by the high 23 random bits."""
+    share = np.maximum(share, F(4))
+    below = np.floor(np.minimum(np.sqrt(share), F(510 - 2**-15)) / F(2))
+    middle = below + below + F(1)
+    square = middle * middle + F(1)
+    fraction = (random >> 9).astype(F) * F(2**-20) - F(4)
+    limit = square * ((square + F(4)) + fraction * middle) - F(4)
+    return below + (share * share > limit)
 
 
 def decode8(codes: np.ndarray, largest: np.ndarray, squares: bool) -> np.ndarray:
@@ -125,17 +138,16 @@ def decode8(codes: np.ndarray, largest: np.ndarray, squares: bool) -> np.ndarray
 def through(values: np.ndarray, storage: str, squares: bool, random: np.ndarray) -> np.ndarray:
     """A state as the next step finds it.
 
-    Second moments are rounded with an element's random bits, first ones with the exclusive or of
-    the bits and their low half.
+    Of an element's random bits, the low half rounds first moments, the high ones second moments;
+    roots in fp16 take the exclusive or of both halves as the low half.
     """
-    if not squares:
-        random = random ^ random << np.uint32(16)
+    low, high = random & 0xFFFF, random >> 16
     if storage == "8bit" and len(values) >= 4096:
         return decode8(*encode8(values, squares, random), squares)
     if storage == "bf16":
-        return stochastic_bf16(values, random >> 16)
+        return stochastic_bf16(values, high if squares else low)
     if storage == "fp16":
-        return roots(values, random) if squares else stochastic_fp16(values, random >> 19)
+        return roots(values, random ^ high) if squares else stochastic_fp16(values, low >> 3)
     return canonical(values)
 
 
@@ -224,7 +236,7 @@ class Parameter:
         if self.dtype == torch.float32 or self.master is not None:
             self.weights = canonical(weights)
         elif self.stochastic:
-            self.weights = stochastic_bf16(weights, random & 0xFFFF)
+            self.weights = stochastic_bf16(weights, (random ^ random >> 16) & 0xFFFF)
         else:
             self.weights = rounded(weights, self.dtype)
 

@@ -42,24 +42,27 @@ struct Moments {
     second(v, squares);
   }
 
-  PYCOMM_HD float direction(float m, float v) const { return factor * (m / (std::sqrt(v) + eps)); }
+  PYCOMM_HD float direction(float m, float v) const { return along(m, std::sqrt(v)); }
+
+  // The same, from the root of v.
+  PYCOMM_HD float along(float m, float root) const { return factor * (m / (root + eps)); }
 
   // The same, if all numbers are_moderate().
-  PYCOMM_HD float moderate_direction(float m, float v) const {
-    return factor * moderate_quotient(m, moderate_root(v) + eps);
+  PYCOMM_HD float moderately_along(float m, float root) const {
+    return factor * moderate_quotient(m, root + eps);
   }
-  template <std::size_t n>
-  PYCOMM_HD bool are_moderate(const float (&m)[n], const float (&v)[n]) const {
+  PYCOMM_HD bool are_moderate(const Magnitudes& m, const Magnitudes& v) const {
     constexpr float most = kMostDivisor / 2;
-    return all_between(kLeastDividend, m, kMostDividend) &&
-           all_between(kLeastRooted, v, most * most) && eps <= most;
+    return m.are_between(kLeastDividend, kMostDividend) & v.are_between(kLeastRooted, most * most) &
+           (eps <= most);
   }
 };
 
 template <bool amsgrad>
 struct AdamW {
   static constexpr int kStates = amsgrad ? 3 : 2;
-  static constexpr bool kInHalves = true;  // has move() and step()
+  static constexpr bool kInHalves = true;      // has move() and step()
+  static constexpr int kRooted = kStates - 1;  // the state whose roots step() gives
 
   Moments moments;
   float decay;    // factor of p if the decay is decoupled, else 1
@@ -89,17 +92,20 @@ struct AdamW {
       for (std::size_t i = 0; i < n; ++i) largest[i] = larger(largest[i], v[i]);
     }
   }
+  // Also gives the roots of the moments that it divides by: v, or the largest.
   template <std::size_t n>
   PYCOMM_HD void step(float (&p)[n], const float (&m)[n], const float (&v)[n],
-                      const float (&largest)[n]) const {
+                      const float (&largest)[n], float (&root)[n]) const {
     const float (&divisors)[n] = amsgrad ? largest : v;
-    if (moments.are_moderate(m, divisors)) {
+    if (moments.are_moderate(Magnitudes(m), Magnitudes::of_squares(divisors))) {
       for (std::size_t i = 0; i < n; ++i) {
-        p[i] = p[i] * decay - moments.moderate_direction(m[i], divisors[i]);
+        root[i] = moderate_root(divisors[i]);
+        p[i] = p[i] * decay - moments.moderately_along(m[i], root[i]);
       }
     } else {
       for (std::size_t i = 0; i < n; ++i) {
-        p[i] = p[i] * decay - moments.direction(m[i], divisors[i]);
+        root[i] = std::sqrt(divisors[i]);
+        p[i] = p[i] * decay - moments.along(m[i], root[i]);
       }
     }
   }

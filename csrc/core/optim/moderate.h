@@ -59,16 +59,33 @@ PYCOMM_HD float moderate_quotient(float x, float y) {
 #endif
 }
 
-// True if the magnitudes of all numbers lie in a range.
-template <std::size_t n>
-PYCOMM_HD bool all_between(float least, const float (&values)[n], float most) {
-  std::uint32_t smallest = magnitude(values[0]), largest = smallest;
-  for (std::size_t i = 1; i < n; ++i) {
-    const std::uint32_t size = magnitude(values[i]);
-    smallest = size < smallest ? size : smallest;
-    largest = size > largest ? size : largest;
+// The least and the largest magnitude() of some numbers.
+struct Magnitudes {
+  std::uint32_t least, most;
+
+  template <std::size_t n>
+  PYCOMM_HD explicit Magnitudes(const float (&values)[n]) : Magnitudes(values, 0x7fffffffu) {}
+  // Of numbers that have no sign, which need not be masked; one with a sign counts as not finite.
+  template <std::size_t n>
+  PYCOMM_HD static Magnitudes of_squares(const float (&values)[n]) {
+    return Magnitudes(values, 0xffffffffu);
   }
-  return smallest >= bit_cast<std::uint32_t>(least) && largest <= bit_cast<std::uint32_t>(most);
-}
+
+  // True if all of them lie in a range. (Without "and then", which would be a branch.)
+  PYCOMM_HD bool are_between(float low, float high) const {
+    return (least >= bit_cast<std::uint32_t>(low)) & (most <= bit_cast<std::uint32_t>(high));
+  }
+
+ private:
+  template <std::size_t n>
+  PYCOMM_HD Magnitudes(const float (&values)[n], std::uint32_t mask)
+      : least(bit_cast<std::uint32_t>(values[0]) & mask), most(least) {
+    for (std::size_t i = 1; i < n; ++i) {
+      const std::uint32_t size = bit_cast<std::uint32_t>(values[i]) & mask;
+      least = size < least ? size : least;
+      most = size > most ? size : most;
+    }
+  }
+};
 
 }  // namespace pycomm

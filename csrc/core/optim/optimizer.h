@@ -77,7 +77,9 @@ struct Average {
   template <std::size_t n>
   PYCOMM_HD void operator()(float (&old)[n], const float (&value)[n]) const {
     if (from_new != 0.0f) {
+      stay_a_branch();
       for (std::size_t i = 0; i < n; ++i) old[i] = value[i] + factor * (value[i] - old[i]);
+      stay_a_branch();
     } else {
       for (std::size_t i = 0; i < n; ++i) old[i] = old[i] + factor * (value[i] - old[i]);
     }

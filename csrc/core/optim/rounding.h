@@ -15,17 +15,19 @@ enum class Role : std::uint8_t { weight, first_moment, second_moment };
 // The random bits that round a number of this role, from the 32 bits of its element. Rounding uses
 // the high 13 to 23 of them. The high 16 for any two roles are independent, because a step divides
 // first moments by the root of second moments: errors that depend on each other would change its
-// expectation.
+// expectation. (8-bit codes take the halves themselves: core/optim/state8.h.)
 PYCOMM_HD std::uint32_t rounding_bits(Role role, std::uint32_t bits) {
-  const std::uint32_t low = bits << 16;
-  return role == Role::weight ? low : role == Role::first_moment ? bits ^ low : bits;
+  const std::uint32_t mixed = bits ^ bits >> 16;
+  return role == Role::weight ? mixed << 16 : role == Role::first_moment ? bits << 16 : mixed;
 }
 
-// fp32 -> bf16. Uses the high 16 of the random bits. Infinities and NaN do not change.
+// fp32 -> bf16. Uses the high 16 of the random bits. Infinities and canonical NaNs do not change: they
+// have no low bits to carry. Not for other NaNs.
+PYCOMM_HD std::uint16_t canonical_to_bfloat16(float value, std::uint32_t random) {
+  return high_half(bit_cast<std::uint32_t>(value) + (random >> 16));
+}
 PYCOMM_HD std::uint16_t float_to_bfloat16(float value, std::uint32_t random) {
-  const std::uint32_t bits = bit_cast<std::uint32_t>(value);
-  const std::uint32_t rounded = bits + (random >> 16);  // infinities have no low bits to carry
-  return high_half(value == value ? rounded : 0x7fc00000u);
+  return canonical_to_bfloat16(pycomm::store<float>(value), random);
 }
 
 // fp32 -> fp16. Uses the high 13 of the random bits: fp32 has 13 more than fp16. A finite value stays

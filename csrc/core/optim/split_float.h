@@ -21,16 +21,23 @@ struct SplitFloat {
   std::uint16_t lo;
 };
 
-PYCOMM_HD SplitFloat split(float value) {
-  const std::uint32_t bits = bit_cast<std::uint32_t>(store<float>(value));
+// Not for a NaN, except the canonical one.
+PYCOMM_HD SplitFloat split_canonical(float value) {
+  const std::uint32_t bits = bit_cast<std::uint32_t>(value);
   return {high_half(bits + 0x8000u), static_cast<std::uint16_t>(bits)};
 }
 
-PYCOMM_HD float join(std::uint16_t hi, std::uint16_t lo) {
+PYCOMM_HD SplitFloat split(float value) { return split_canonical(store<float>(value)); }
+
+// NaN for some pairs that split() does not give.
+PYCOMM_HD float sum_of_halves(std::uint16_t hi, std::uint16_t lo) {
   const std::int32_t below = static_cast<std::int16_t>(lo);  // negative if split() rounded up
-  const std::uint32_t high = in_high_half(hi);
-  const float sum = bit_cast<float>(high + static_cast<std::uint32_t>(below));
-  return sum == sum ? sum : bit_cast<float>(high);
+  return bit_cast<float>(in_high_half(hi) + static_cast<std::uint32_t>(below));
+}
+
+PYCOMM_HD float join(std::uint16_t hi, std::uint16_t lo) {
+  const float sum = sum_of_halves(hi, lo);
+  return sum == sum ? sum : bit_cast<float>(in_high_half(hi));
 }
 
 }  // namespace pycomm

@@ -16,6 +16,10 @@
 // moment above zero never becomes zero, because steps are divided by its root. If A is subnormal, the
 // block becomes zero. If a value is not finite, A is NaN, and so is every decoded element.
 //
+// The expectation of a decoded value is the value within some millionths. Of an element's random bits, first
+// moments take the low half, and second moments the high 23 bits: the high half, and 7 more that hardly
+// matter. Encoders take the root of v, which a GPU has from the update.
+//
 // 8 + 32 / 256 bits per element. There is no lookup table: every processor computes the same bits.
 #pragma once
 
@@ -31,73 +35,151 @@ inline constexpr std::int64_t kStateBlock = 256;
 
 struct State8Scale {
   float largest;  // A, as it is stored
-  float inverse;  // 1 / A
+  // First moments: makes |m| the square of q, 4,096 times as small. Second moments: makes sqrt(v) the
+  // square of q, 4 times as large. Zero if all codes are zero.
+  float factor;
 };
 
-// The scale of a block whose largest magnitude() is `largest`.
-PYCOMM_HD State8Scale state8_scale(std::uint32_t largest) {
+// So much above the least A, and below the largest, that neither the factor nor its use overflows. A
+// hair less than 127 squared: the largest magnitude, with the roundings on its way, is no more.
+inline constexpr float kSignedSquare = (16129.0f - 0x1p-8f) * 0x1p-12f;
+inline constexpr float kUnsignedSquare = 4.0f * 65025.0f;
+
+// The scale of a block of first or second moments whose largest magnitude() is `largest`.
+PYCOMM_HD State8Scale state8_scale(Role role, std::uint32_t largest) {
   if (largest >= kInfinityBits) return {bit_cast<float>(0x7fc00000u), 0.0f};
   const float value = bit_cast<float>(largest);
   if (value < 0x1p-126f) return {0.0f, 0.0f};
-  // If A is very large, its inverse is subnormal, which is accurate enough for 8 bits.
-  return {value, 1.0f / value};
+  return {value,
+          role == Role::second_moment ? kUnsignedSquare / std::sqrt(value) : kSignedSquare / value};
 }
+
+// a * b + c, if the product is exact: then it is the same whether it is fused or not.
+PYCOMM_HD float exact(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Encoders return words whose low byte is the code.
 
 // Rounds to nearest even, in the floating-point adder.
-PYCOMM_HD std::int32_t nearest_integer(float value) {
-  return bit_cast<std::int32_t>(value + 0x1.8p23f) - 0x4b400000;
+PYCOMM_HD std::uint32_t nearest_integer(float value) {
+  return bit_cast<std::uint32_t>(value + 0x1.8p23f);
 }
 
-PYCOMM_HD std::uint8_t encode_signed(float value, float inverse) {
-  const float root = std::sqrt(bit_cast<float>(magnitude(value)) * inverse) * 127.0f;
-  const std::int32_t q = nearest_integer(root);
-  return static_cast<std::uint8_t>(value < 0.0f ? -q : q);
+PYCOMM_HD std::uint32_t encode_signed(float value, float factor) {
+  const float root = std::sqrt(std::fabs(value) * factor) * 64.0f;
+  return nearest_integer(std::copysign(root, value));
 }
 
-// The codes of smaller shares are 0 before they are rounded.
-PYCOMM_HD float at_least_tiny(float share) { return share > kLeastRooted ? share : kLeastRooted; }
-
-// Rounds stochastically, so that the expectation of the decoded value is the value.
-PYCOMM_HD std::uint8_t encode_signed(float value, float inverse, std::uint32_t random) {
-  const float square = bit_cast<float>(magnitude(value)) * inverse * 16129.0f;  // of q
-  const auto root = static_cast<std::int32_t>(moderate_root(at_least_tiny(square)));
-  const std::int32_t below = root < 126 ? root : 126;
-  const auto q = static_cast<float>(below);
-  const std::int32_t code = below + rounds_up(square - q * q, q + q + 1.0f, random);
-  return static_cast<std::uint8_t>(value < 0.0f ? -code : code);
+// The low half of a word, as a number.
+PYCOMM_HD float low_half(std::uint32_t word) {
+#if defined(__CUDA_ARCH__)
+  float number;  // so written, the half is taken when it is converted, not while it is computed
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f32.u16 %0, low;}"
+      : "=f"(number)
+      : "r"(word));
+  return number;
+#else
+  return static_cast<float>(static_cast<std::int32_t>(word & 0xffffu));
+#endif
 }
 
-PYCOMM_HD float decode_signed(std::uint8_t code, float largest) {
-  const float q = static_cast<float>(static_cast<std::int8_t>(code)) * (1.0f / 127.0f);
+// The largest multiple of 1/64 that is not above a small number, as 64ths.
+PYCOMM_HD std::uint32_t floor_in_64ths(float value) {
+  constexpr float shift = 0x1.8p17f;
+#if defined(__CUDA_ARCH__)
+  return bit_cast<std::uint32_t>(__fadd_rd(value, shift));
+#else
+  const float nearest = value + shift;
+  return bit_cast<std::uint32_t>(nearest) - (nearest - shift > value ? 1u : 0u);
+#endif
+}
+
+// Rounds stochastically, by the low half of `bits`, so that the expectation of the decoded value is
+// the value: s, the square of q, is rounded up from n^2 if s > n^2 + (2 n + 1) u, for a fraction u.
+// This is so if sqrt(s - u (1 - u)) > n + u: the code is the integer below that root plus 1 - u. Of a
+// negative number, u and 1 - u change places. Everything here is a 64th of that; squares a 4,096th.
+PYCOMM_HD std::uint32_t encode_signed(float value, float factor, std::uint32_t bits) {
+  const float fraction = exact(low_half(bits), 0x1p-22f, 0x1p-23f);
+  const float rest = 0x1p-6f - fraction;
+  const float square = std::fabs(value) * factor - fraction * rest;
+  const float root = moderate_root(square > kLeastRooted ? square : kLeastRooted);
+  return floor_in_64ths(std::copysign(root, value) + rest);
+}
+
+PYCOMM_HD float decode_signed(std::int32_t code, float largest) {
+  const float q = static_cast<float>(code) * (1.0f / 127.0f);
   return q * std::fabs(q) * largest;
 }
 
-PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse) {
-  const float root = std::sqrt(std::sqrt(value * inverse)) * 255.0f;
-  const std::int32_t q = nearest_integer(root);
-  return static_cast<std::uint8_t>(value > 0.0f && q < 1 ? 1 : q);
+// `root` is sqrt(v). Not for zero, whose code is zero.
+PYCOMM_HD std::uint32_t encode_unsigned(float root, float factor) {
+  const std::uint32_t q = nearest_integer(std::sqrt(root * factor) * 0.5f);
+  return (q & 0xffu) == 0 ? 1 : q;
 }
 
-// The fraction of the largest value that q stands for.
-PYCOMM_HD float share_of(float q) {
-  const float root = q * (1.0f / 255.0f);
-  return (root * root) * (root * root);
+// A number from 2 to 510, as it is cut to an even number: a word whose low byte is the half of that,
+// and the odd number above.
+struct CutToEven {
+  std::uint32_t half;
+  float above;
+
+  PYCOMM_HD explicit CutToEven(float value) {
+#if defined(__CUDA_ARCH__)
+    const float shifted = __fadd_rz(value, 0x1p24f);  // from there on, floats are even
+    half = bit_cast<std::uint32_t>(shifted);
+    above = shifted - (0x1p24f - 1.0f);
+#else
+    const auto q = static_cast<std::int32_t>(value * 0.5f);
+    half = static_cast<std::uint32_t>(q);
+    above = static_cast<float>(q + q + 1);
+#endif
+  }
+};
+
+// How far the bits of a number lie above those of a limit, or 0; neither is negative. (A comparison
+// would become a branch, because what follows from a limit is constant, and loops would not vectorise.)
+PYCOMM_HD std::int32_t above(float number, float limit) {
+  const std::int32_t more = bit_cast<std::int32_t>(number) - bit_cast<std::int32_t>(limit);
+  return more & ~(more >> 31);
+}
+PYCOMM_HD float at_least(float number, float limit) {
+#if defined(__CUDA_ARCH__)
+  return fmaxf(number, limit);
+#else
+  return bit_cast<float>(bit_cast<std::int32_t>(limit) + above(number, limit));
+#endif
+}
+PYCOMM_HD float at_most(float number, float limit) {
+#if defined(__CUDA_ARCH__)
+  return fminf(number, limit);
+#else
+  return bit_cast<float>(bit_cast<std::int32_t>(number) - above(number, limit));
+#endif
 }
 
-// Rounds stochastically, so that the expectation of the decoded value is the value.
-PYCOMM_HD std::uint8_t encode_unsigned(float value, float inverse, std::uint32_t random) {
-  const float share = value * inverse;
-  const float fourth_root = moderate_root(moderate_root(at_least_tiny(share)));
-  const auto root = static_cast<std::int32_t>(fourth_root * 255.0f);
-  const std::int32_t below = root < 254 ? root : 254;
-  const auto lower = static_cast<float>(below);
-  const float nearest = share_of(lower), unit = share_of(lower + 1.0f) - nearest;
-  const std::int32_t q = below + rounds_up(share - nearest, unit, random);
-  return static_cast<std::uint8_t>(value > 0.0f && q < 1 ? 1 : q);
+// Rounds stochastically, by the high 23 of `bits`, so that the expectation of the decoded value is the
+// value. Not for zero, whose code is zero. s, the fourth power of q, is rounded up from n^4 if s > n^4
+// + ((n + 1)^4 - n^4) u, for a fraction u. With e = 2 n + 1 and h = e^2 + 1, this is
+// 16 s > h (h + 4 + (8 u - 4) e) - 4. `root` is sqrt(v).
+PYCOMM_HD std::uint32_t encode_unsigned(float root, float factor, std::uint32_t bits) {
+  const float fraction = bit_cast<float>((bits >> 9) + 0x41000000u) - 12.0f;  // 8 u - 4
+  const float share = at_least(root * factor, 4.0f);  // the code is at least 1
+  const CutToEven cut(at_most(moderate_root(share), 510.0f - 0x1p-15f));
+  const float h = exact(cut.above, cut.above, 1.0f), more = exact(cut.above, cut.above, 5.0f);
+  const float over = h * (more + fraction * cut.above) - 4.0f - share * share;
+  return cut.half + (bit_cast<std::uint32_t>(over) >> 31);
 }
 
-PYCOMM_HD float decode_unsigned(std::uint8_t code, float largest) {
-  return share_of(static_cast<float>(code)) * largest;
+// The fraction of A that a code stands for, from q / 255.
+PYCOMM_HD float share_of(float root) { return (root * root) * (root * root); }
+
+PYCOMM_HD float decode_unsigned(std::int32_t code, float largest) {
+  return share_of(static_cast<float>(code) * (1.0f / 255.0f)) * largest;
 }
 
 }  // namespace pycomm

@@ -92,16 +92,21 @@ PYCOMM_CLONES void decode(const std::uint8_t* from, const float* largest, std::i
 #pragma omp simd
     for (std::int64_t i = start; i < end; ++i) {
       to[i] = role == Role::second_moment ? decode_unsigned(from[i], scale)
-                                          : decode_signed(from[i], scale);
+                                          : decode_signed(static_cast<std::int8_t>(from[i]), scale);
     }
   }
 }
 
 // With an element's random bits, or to nearest without.
 template <Role role, class... Bits>
-PYCOMM_HD std::uint8_t encode_one(float value, float inverse, Bits... bits) {
-  return role == Role::second_moment ? encode_unsigned(value, inverse, rounding_bits(role, bits)...)
-                                     : encode_signed(value, inverse, rounding_bits(role, bits)...);
+PYCOMM_HD std::uint8_t encode_one(float value, float factor, Bits... bits) {
+  if constexpr (role == Role::second_moment) {
+    const std::uint32_t code = encode_unsigned(std::sqrt(value), factor, bits...);
+    // Zero gets 1, too. (With "?", all this would be a branch, and the loop would not vectorise.)
+    return static_cast<std::uint8_t>(code - static_cast<std::uint32_t>(value == 0.0f));
+  } else {
+    return static_cast<std::uint8_t>(encode_signed(value, factor, bits...));
+  }
 }
 
 template <Role role, bool at_random>
@@ -112,18 +117,18 @@ PYCOMM_CLONES void encode(const float* from, std::int64_t n, const std::uint32_t
     std::uint32_t most = 0;
 #pragma omp simd reduction(max : most)
     for (std::int64_t i = start; i < end; ++i) most = std::max(most, magnitude(from[i]));
-    const State8Scale scale = state8_scale(most);
+    const State8Scale scale = state8_scale(role, most);
     largest[start / kStateBlock] = scale.largest;
-    if (scale.inverse == 0.0f) {  // all zeros, or not finite
+    if (scale.factor == 0.0f) {  // all zeros, or not finite
       std::fill(to + start, to + end, std::uint8_t{0});
       continue;
     }
 #pragma omp simd
     for (std::int64_t i = start; i < end; ++i) {
       if constexpr (at_random) {
-        to[i] = encode_one<role>(from[i], scale.inverse, random[i]);
+        to[i] = encode_one<role>(from[i], scale.factor, random[i]);
       } else {
-        to[i] = encode_one<role>(from[i], scale.inverse);
+        to[i] = encode_one<role>(from[i], scale.factor);
       }
     }
   }

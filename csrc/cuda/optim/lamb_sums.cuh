@@ -12,15 +12,16 @@ __device__ inline void add_lamb_run(const Segment& segment, const Lamb& lamb, fl
                                     double (&sum)[2]) {
   AnyWeights<Strided> weights;
   AnyState<Strided> first, second;
-  weights.load(segment, grads, at, left);
-  first.load(segment, 0, at, left);
-  second.load(segment, 1, at, left);
+  const ElementRun run{at, left, grads, 0};
+  weights.load(segment, run);
+  first.load(segment, 0, run);
+  second.load(segment, 1, run);
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
     if (Strided::offset(i) >= left) continue;
-    const float weight = weights.weight(i);
-    float m = first.value(0, i), v = second.value(1, i);
-    const double both[] = {weight, lamb.direction(weights.gradient(i) * scale, weight, m, v)};
+    const float weight = weights.p[i];
+    float m = first.loaded[i], v = second.loaded[i];
+    const double both[] = {weight, lamb.direction(weights.g[i] * scale, weight, m, v)};
     for (int k = 0; k < 2; ++k) sum[k] += both[k] * both[k];
   }
 }

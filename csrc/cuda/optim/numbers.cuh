@@ -32,17 +32,53 @@ __device__ inline int offset(int i) {
   return i / kQuad * static_cast<int>(kRun / 2) + lane() * kQuad + i % kQuad;
 }
 
+// A run of elements of a segment: `left` from `at` on. Gradients may lie in an array of their own.
+struct ElementRun {
+  std::int64_t at;
+  int left;
+  const void* grads;
+  std::int64_t grads_at;  // of the run in `grads`
+};
+
+// A lane's first group in an array. The segment has at most kMostInQuads elements, so that a number of
+// 32 bits says which it is: then its address is one multiplication and addition.
+inline constexpr std::int64_t kMostInQuads = kQuad * (std::int64_t{1} << 32);
 template <class T>
-__device__ Eight<T> load_eight(const T* run) {
-  const auto* quads = reinterpret_cast<const Quad<T>*>(run) + lane();
+__device__ auto quads_at(T* array, std::int64_t at) {
+  using Group = std::conditional_t<std::is_const_v<T>, const Quad<std::remove_const_t<T>>, Quad<T>>;
+  return reinterpret_cast<Group*>(array) +
+         (static_cast<std::uint32_t>(at >> 2) + static_cast<std::uint32_t>(lane()));
+}
+
+template <class T>
+__device__ Eight<T> load_eight(const T* array, std::int64_t at) {
+  const auto* quads = quads_at(array, at);
   return {{quads[0], quads[32]}};
 }
 
 template <class T>
-__device__ void store_eight(T* run, const Eight<T>& values) {
-  auto* quads = reinterpret_cast<Quad<T>*>(run) + lane();
+__device__ void store_eight(T* array, std::int64_t at, const Eight<T>& values) {
+  auto* quads = quads_at(array, at);
   quads[0] = values.half[0];
   quads[32] = values.half[1];
+}
+
+// True if a number of a thread is NaN: one instruction asks for two of them.
+__device__ inline bool have_nan(const float (&values)[kEight]) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < kEight; i += 2) {
+    found |= (values[i] != values[i]) | (values[i + 1] != values[i + 1]);
+  }
+  return found;
+}
+
+// Makes NaNs canonical.
+__device__ inline void canonicalise(float (&values)[kEight]) {
+  if (!have_nan(values)) return;
+  stay_a_branch();
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) values[i] = pycomm::store<float>(values[i]);
 }
 
 __device__ inline bool takes_quads(const void* data, Storage storage) {
@@ -61,8 +97,9 @@ struct Dice {
   int begin = 0;         // of the run, among the runs that share a random key
   bool weights = false;  // true: weights are rounded at random; false: to nearest
 
+  __device__ std::uint32_t operator()(int i) const { return bits(begin + offset(i)); }
   __device__ std::uint32_t operator()(Role role, int i) const {
-    return rounding_bits(role, bits(begin + offset(i)));
+    return rounding_bits(role, (*this)(i));
   }
   __device__ BFloat16 weight(float value, int i) const {
     if (!weights) return store<BFloat16>(value);
@@ -73,27 +110,35 @@ struct Dice {
   }
 };
 
-// Weights and gradients of one storage each. load() takes the address of the run's gradients.
+// Weights and gradients of one storage each, for whole runs.
 template <class T>
 struct PlainWeights {  // no master weights
   static constexpr bool kRandom = std::is_same_v<T, BFloat16>;
   Eight<T> p, g;
 
-  __device__ void load(const Segment& s, const void* grads, std::int64_t at, int) {
-    p = load_eight(static_cast<const T*>(s.param) + at);
-    g = load_eight(static_cast<const T*>(grads));
+  __device__ void load(const Segment& s, const ElementRun& run) {
+    p = load_eight(static_cast<const T*>(s.param), run.at);
+    g = load_eight(static_cast<const T*>(run.grads), run.grads_at);
   }
-  __device__ float weight(int i) const { return pycomm::load(p[i]); }
-  __device__ float gradient(int i) const { return pycomm::load(g[i]); }
-  __device__ void set(int i, float value, const Dice& dice) {
-    if constexpr (kRandom) {
-      p[i] = dice.weight(value, i);
-    } else {
-      p[i] = pycomm::store<T>(value);
+  __device__ void read(float (&weights)[kEight], float (&gradients)[kEight]) const {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      weights[i] = pycomm::load(p[i]);
+      gradients[i] = pycomm::load(g[i]);
     }
   }
-  __device__ void store(const Segment& s, std::int64_t at, int, const Dice&) const {
-    store_eight(static_cast<T*>(s.param) + at, p);
+  __device__ void store(const Segment& s, const ElementRun& run, float (&weights)[kEight],
+                        const Dice& dice) {
+    if constexpr (!kRandom) canonicalise(weights);
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      if constexpr (kRandom) {
+        p[i] = dice.weight(weights[i], i);
+      } else {
+        p[i] = weights[i];
+      }
+    }
+    store_eight(static_cast<T*>(s.param), run.at, p);
   }
 };
 
@@ -102,21 +147,33 @@ struct SplitWeights {  // bf16 and remainders
   Eight<std::uint16_t> high, low;
   Eight<BFloat16> g;
 
-  __device__ void load(const Segment& s, const void* grads, std::int64_t at, int) {
-    high = load_eight(static_cast<const std::uint16_t*>(s.param) + at);
-    low = load_eight(static_cast<const std::uint16_t*>(s.master) + at);
-    g = load_eight(static_cast<const BFloat16*>(grads));
+  __device__ void load(const Segment& s, const ElementRun& run) {
+    high = load_eight(static_cast<const std::uint16_t*>(s.param), run.at);
+    low = load_eight(static_cast<const std::uint16_t*>(s.master), run.at);
+    g = load_eight(static_cast<const BFloat16*>(run.grads), run.grads_at);
   }
-  __device__ float weight(int i) const { return join(high[i], low[i]); }
-  __device__ float gradient(int i) const { return pycomm::load(g[i]); }
-  __device__ void set(int i, float value, const Dice&) {
-    const SplitFloat halves = split(value);
-    high[i] = halves.hi;
-    low[i] = halves.lo;
+  __device__ void read(float (&weights)[kEight], float (&gradients)[kEight]) const {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      weights[i] = sum_of_halves(high[i], low[i]);
+      gradients[i] = pycomm::load(g[i]);
+    }
+    if (!have_nan(weights)) return;
+    stay_a_branch();
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) weights[i] = join(high[i], low[i]);
   }
-  __device__ void store(const Segment& s, std::int64_t at, int, const Dice&) const {
-    store_eight(static_cast<std::uint16_t*>(s.param) + at, high);
-    store_eight(static_cast<std::uint16_t*>(s.master) + at, low);
+  __device__ void store(const Segment& s, const ElementRun& run, float (&weights)[kEight],
+                        const Dice&) {
+    canonicalise(weights);
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      const SplitFloat halves = split_canonical(weights[i]);
+      high[i] = halves.hi;
+      low[i] = halves.lo;
+    }
+    store_eight(static_cast<std::uint16_t*>(s.param), run.at, high);
+    store_eight(static_cast<std::uint16_t*>(s.master), run.at, low);
   }
 };
 
@@ -125,92 +182,166 @@ struct MasterWeights {  // fp32 beside bf16
   Eight<float> master;
   Eight<BFloat16> g;
 
-  __device__ void load(const Segment& s, const void* grads, std::int64_t at, int) {
-    master = load_eight(static_cast<const float*>(s.master) + at);
-    g = load_eight(static_cast<const BFloat16*>(grads));
+  __device__ void load(const Segment& s, const ElementRun& run) {
+    master = load_eight(static_cast<const float*>(s.master), run.at);
+    g = load_eight(static_cast<const BFloat16*>(run.grads), run.grads_at);
   }
-  __device__ float weight(int i) const { return master[i]; }
-  __device__ float gradient(int i) const { return pycomm::load(g[i]); }
-  __device__ void set(int i, float value, const Dice&) { master[i] = pycomm::store<float>(value); }
-  __device__ void store(const Segment& s, std::int64_t at, int, const Dice&) const {
+  __device__ void read(float (&weights)[kEight], float (&gradients)[kEight]) const {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      weights[i] = master[i];
+      gradients[i] = pycomm::load(g[i]);
+    }
+  }
+  __device__ void store(const Segment& s, const ElementRun& run, float (&weights)[kEight],
+                        const Dice&) {
+    canonicalise(weights);
     Eight<BFloat16> p;
 #pragma unroll
-    for (int i = 0; i < kEight; ++i) p[i] = {split(master[i]).hi};
-    store_eight(static_cast<float*>(s.master) + at, master);
-    store_eight(static_cast<BFloat16*>(s.param) + at, p);
+    for (int i = 0; i < kEight; ++i) {
+      master[i] = weights[i];
+      p[i] = {split_canonical(weights[i]).hi};
+    }
+    store_eight(static_cast<float*>(s.master), run.at, master);
+    store_eight(static_cast<BFloat16*>(s.param), run.at, p);
   }
 };
 
-// States of one storage. kRandom is true if they are rounded at random.
+// States of one storage, for whole runs. kRandom is true if they are rounded at random. `roots` are
+// those of the values, or null.
 template <class T>
 struct PlainState {
   static constexpr bool kRandom = std::is_same_v<T, BFloat16>;
-  Eight<T> values;
+  Eight<T> stored;
 
-  __device__ void load(const Segment& s, int number, std::int64_t at, int) {
-    values = load_eight(static_cast<const T*>(s.state[number]) + at);
+  __device__ void load(const Segment& s, int number, const ElementRun& run) {
+    stored = load_eight(static_cast<const T*>(s.state[number]), run.at);
   }
-  __device__ float value(int, int i) const { return pycomm::load(values[i]); }
-  __device__ void set(int number, int i, float value, const Dice& dice) {
-    if constexpr (kRandom) {
-      values[i] = dice.state(number, value, i);
-    } else {
-      values[i] = pycomm::store<T>(value);
+  __device__ void read(int, float (&values)[kEight]) const {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) values[i] = pycomm::load(stored[i]);
+  }
+  __device__ void store(const Segment& s, int number, const ElementRun& run,
+                        float (&values)[kEight], const float*, const Dice& dice) {
+    canonicalise(values);
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      if constexpr (kRandom) {
+        stored[i] = {canonical_to_bfloat16(values[i], dice(role_of(number), i))};
+      } else {
+        stored[i] = values[i];
+      }
     }
-  }
-  __device__ void store(const Segment& s, int number, std::int64_t at, int, const Dice&) const {
-    store_eight(static_cast<T*>(s.state[number]) + at, values);
+    store_eight(static_cast<T*>(s.state[number]), run.at, stored);
   }
 };
 
-__device__ inline float decode(int number, std::uint8_t code, float largest) {
-  return number > 0 ? decode_unsigned(code, largest) : decode_signed(code, largest);
+// The scale of a block whose lanes have such magnitudes.
+__device__ inline State8Scale scale_of(int number, std::uint32_t most) {
+  return state8_scale(role_of(number), __reduce_max_sync(0xffffffffu, most));
 }
 
-// Not for an inverse of zero: if all values are zero, or one is not finite, all codes are zero.
-__device__ inline std::uint8_t encode(int number, float value, float inverse, const Dice& dice,
-                                      int i) {
-  const std::uint32_t random = dice(role_of(number), i);
-  return number > 0 ? encode_unsigned(value, inverse, random)
-                    : encode_signed(value, inverse, random);
+// Writes the scale of a block, by all threads of a warp, for one state after the other.
+template <class Index>
+__device__ void store_largest(const Segment& s, int number, Index block, const State8Scale& scale) {
+  if (number == 0) __syncwarp();  // all of them have read the old ones, of all states
+  if (lane() == 0) s.largest[number][block] = scale.largest;
 }
 
-// The scale of a block's first `left` values.
-__device__ inline State8Scale scale_of(const float* values, int left) {
-  std::uint32_t most = 0;
-#pragma unroll
-  for (int i = 0; i < kEight; ++i) most = max(most, offset(i) < left ? magnitude(values[i]) : 0u);
-  return state8_scale(__reduce_max_sync(0xffffffffu, most));
+// A byte of a word. So written, a GPU converts it to fp32 in one instruction.
+__device__ inline std::int32_t signed_byte(std::uint32_t word, int number) {
+#if defined(__CUDA_ARCH__)
+  std::int32_t byte;
+  asm("bfe.s32 %0, %1, %2, 8;" : "=r"(byte) : "r"(word), "r"(8 * number));
+  return byte;
+#else
+  return static_cast<std::int8_t>(word >> 8 * number);
+#endif
+}
+__device__ inline std::int32_t unsigned_byte(std::uint32_t word, int number) {
+#if defined(__CUDA_ARCH__)
+  std::uint32_t byte;
+  asm("bfe.u32 %0, %1, %2, 8;" : "=r"(byte) : "r"(word), "r"(8 * number));
+  return static_cast<std::int32_t>(byte);
+#else
+  return static_cast<std::uint8_t>(word >> 8 * number);
+#endif
 }
 
-// Writes the scale of a block, by all threads of a warp.
-__device__ inline void store_largest(const Segment& s, int number, std::int64_t at,
-                                     const State8Scale& scale) {
-  __syncwarp();  // all of them have read the old one
-  if (lane() == 0) s.largest[number][at / kStateBlock] = scale.largest;
+// The low bytes of four words.
+__device__ inline std::uint32_t low_bytes(const std::uint32_t* words) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(__byte_perm(words[0], words[1], 0x0040u),
+                     __byte_perm(words[2], words[3], 0x0040u), 0x5410u);
+#else
+  return (words[0] & 0xffu) | (words[1] & 0xffu) << 8 | (words[2] & 0xffu) << 16 | words[3] << 24;
+#endif
 }
 
 struct CodedState {
   static constexpr bool kRandom = true;
-  Eight<std::uint8_t> codes;
+  std::uint32_t codes[2];  // four in a word
   float largest;
-  float values[kEight];
 
-  __device__ void load(const Segment& s, int number, std::int64_t at, int) {
-    codes = load_eight(static_cast<const std::uint8_t*>(s.state[number]) + at);
-    largest = s.largest[number][at / kStateBlock];
+  __device__ void load(const Segment& s, int number, const ElementRun& run) {
+    const auto* const words = words_at(s, number, run);
+    codes[0] = words[0];
+    codes[1] = words[32];
+    largest = s.largest[number][block_of(run)];
   }
-  __device__ float value(int number, int i) const { return decode(number, codes[i], largest); }
-  __device__ void set(int, int i, float value, const Dice&) { values[i] = value; }
-  __device__ void store(const Segment& s, int number, std::int64_t at, int, const Dice& dice) {
-    const State8Scale scale = scale_of(values, kRun);
-    store_largest(s, number, at, scale);
+  __device__ void read(int number, float (&values)[kEight]) const {
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
-      codes[i] = encode(number, values[i], scale.inverse, dice, i);
+      const std::uint32_t word = codes[i / kQuad];
+      values[i] = number > 0 ? decode_unsigned(unsigned_byte(word, i % kQuad), largest)
+                             : decode_signed(signed_byte(word, i % kQuad), largest);
     }
-    if (scale.inverse == 0.0f) codes = {};
-    store_eight(static_cast<std::uint8_t*>(s.state[number]) + at, codes);
+  }
+  __device__ void store(const Segment& s, int number, const ElementRun& run,
+                        float (&values)[kEight], const float* roots, const Dice& dice) {
+    const auto sizes = number > 0 ? Magnitudes::of_squares(values) : Magnitudes(values);
+    const State8Scale scale = scale_of(number, sizes.most);
+    store_largest(s, number, block_of(run), scale);
+    std::uint32_t words[kEight];
+    if (number == 0) {  // a factor of zero makes codes of zero
+#pragma unroll
+      for (int i = 0; i < kEight; ++i) words[i] = encode_signed(values[i], scale.factor, dice(i));
+    } else {
+      encode_roots(values, roots, sizes, scale.factor, dice, words);
+    }
+    auto* const to = words_at(s, number, run);
+    to[0] = low_bytes(words);
+    to[32] = low_bytes(words + kQuad);
+  }
+
+ private:
+  __device__ static std::uint32_t block_of(const ElementRun& run) {
+    return static_cast<std::uint32_t>(run.at >> 2) >> 6;
+  }
+  __device__ static std::uint32_t* words_at(const Segment& s, int number, const ElementRun& run) {
+    return reinterpret_cast<std::uint32_t*>(
+        quads_at(static_cast<std::uint8_t*>(s.state[number]), run.at));
+  }
+  __device__ static void encode_roots(const float (&values)[kEight], const float* roots,
+                                      const Magnitudes& sizes, float factor, const Dice& dice,
+                                      std::uint32_t (&words)[kEight]) {
+    float made[kEight];
+    if (roots == nullptr) {
+      const bool moderate = sizes.are_between(kLeastRooted, 0x1.fffffep127f);
+#pragma unroll
+      for (int i = 0; i < kEight; ++i) {
+        made[i] = moderate ? moderate_root(values[i]) : std::sqrt(values[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      words[i] = encode_unsigned(roots == nullptr ? made[i] : roots[i], factor, dice(i));
+    }
+    if (sizes.least != 0 && factor != 0.0f) return;
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      if (!(values[i] > 0.0f) || factor == 0.0f) words[i] = 0;
+    }
   }
 };
 
@@ -232,7 +363,7 @@ __device__ bool whole(const T* run, int left) {
 
 template <class Order, class T>
 __device__ Eight<T> load_some(const T* run, int left) {
-  if (whole<Order>(run, left)) return load_eight(run);
+  if (whole<Order>(run, left)) return load_eight(run, 0);
   Eight<T> values{};
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
@@ -243,7 +374,7 @@ __device__ Eight<T> load_some(const T* run, int left) {
 
 template <class T>
 __device__ void store_some(T* run, int left, const Eight<T>& values) {
-  if (whole<InQuads>(run, left)) return store_eight(run, values);
+  if (whole<InQuads>(run, left)) return store_eight(run, 0, values);
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
     if (offset(i) < left) run[offset(i)] = values[i];
@@ -299,8 +430,9 @@ struct AnyWeights {
   static constexpr bool kRandom = true;
   float p[kEight], g[kEight];
 
-  __device__ void load(const Segment& s, const void* grads, std::int64_t at, int left) {
-    load_floats<Order>(s.grad_storage, grads, 0, left, g);
+  __device__ void load(const Segment& s, const ElementRun& run) {
+    const auto [at, left, grads, grads_at] = run;
+    load_floats<Order>(s.grad_storage, grads, grads_at, left, g);
     if (s.master_storage == Storage::remainder) {
       const auto high = load_some<Order>(static_cast<const std::uint16_t*>(s.param) + at, left);
       const auto low = load_some<Order>(static_cast<const std::uint16_t*>(s.master) + at, left);
@@ -312,10 +444,17 @@ struct AnyWeights {
                          at, left, p);
     }
   }
-  __device__ float weight(int i) const { return p[i]; }
-  __device__ float gradient(int i) const { return g[i]; }
-  __device__ void set(int i, float value, const Dice&) { p[i] = value; }
-  __device__ void store(const Segment& s, std::int64_t at, int left, const Dice& dice) const {
+  __device__ void read(float (&weights)[kEight], float (&gradients)[kEight]) const {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      weights[i] = p[i];
+      gradients[i] = g[i];
+    }
+  }
+  __device__ void store(const Segment& s, const ElementRun& run, const float (&weights)[kEight],
+                        const Dice& dice) {
+    const auto [at, left, grads, grads_at] = run;
+    const float (&p)[kEight] = weights;
     if (s.master_storage == Storage::none) {
       if (!dice.weights) return store_floats(s.param_storage, p, s.param, at, left);
       return store_as<BFloat16>(s.param, at, left, [&](int i) { return dice.weight(p[i], i); });
@@ -337,32 +476,44 @@ struct AnyWeights {
 template <class Order = InQuads>
 struct AnyState {
   static constexpr bool kRandom = true;
-  float values[kEight];
+  float loaded[kEight];
 
-  __device__ void load(const Segment& s, int number, std::int64_t at, int left) {
+  __device__ void load(const Segment& s, int number, const ElementRun& run) {
+    const std::int64_t at = run.at;
+    const int left = run.left;
     const void* const data = s.state[number];
     if (s.state_storage[number] == Storage::code8) {
       const float largest = s.largest[number][at / kStateBlock];
-      load_as<Order, std::uint8_t>(
-          data, at, left, values, [&](std::uint8_t code) { return decode(number, code, largest); });
+      load_as<Order, std::uint8_t>(data, at, left, loaded, [&](std::uint8_t code) {
+        return number > 0 ? decode_unsigned(code, largest)
+                          : decode_signed(static_cast<std::int8_t>(code), largest);
+      });
     } else if (s.state_storage[number] == Storage::f16 && number > 0) {
-      load_as<Order, Half>(data, at, left, values, [](Half root) { return load_root(root.bits); });
+      load_as<Order, Half>(data, at, left, loaded, [](Half root) { return load_root(root.bits); });
     } else {
-      load_floats<Order>(s.state_storage[number], data, at, left, values);
+      load_floats<Order>(s.state_storage[number], data, at, left, loaded);
     }
   }
-  __device__ float value(int, int i) const { return values[i]; }
-  __device__ void set(int, int i, float value, const Dice&) { values[i] = value; }
-  __device__ void store(const Segment& s, int number, std::int64_t at, int left,
-                        const Dice& dice) const {
+  __device__ void read(int, float (&values)[kEight]) const {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) values[i] = loaded[i];
+  }
+  __device__ void store(const Segment& s, int number, const ElementRun& run,
+                        const float (&values)[kEight], const float*, const Dice& dice) const {
+    const std::int64_t at = run.at;
+    const int left = run.left;
     void* const data = s.state[number];
     const Storage storage = s.state_storage[number];
     if (storage == Storage::code8) {
-      const State8Scale scale = scale_of(values, left);
-      store_largest(s, number, at, scale);
-      store_as<std::uint8_t>(data, at, left, [&](int i) -> std::uint8_t {
-        return scale.inverse == 0.0f ? 0 : encode(number, values[i], scale.inverse, dice, i);
-      });
+      std::uint32_t most = 0;
+#pragma unroll
+      for (int i = 0; i < kEight; ++i) {
+        most = max(most, offset(i) < left ? magnitude(values[i]) : 0u);
+      }
+      const State8Scale scale = scale_of(number, most);
+      store_largest(s, number, at / kStateBlock, scale);
+      store_as<std::uint8_t>(
+          data, at, left, [&](int i) { return encode(number, values[i], scale.factor, dice(i)); });
     } else if (storage == Storage::f16 && number > 0) {
       store_as<Half>(data, at, left,
                      [&](int i) { return store_root(values[i], dice(Role::second_moment, i)); });
@@ -375,6 +526,13 @@ struct AnyState {
     } else {
       store_floats(storage, values, data, at, left);
     }
+  }
+
+ private:
+  __device__ static std::uint8_t encode(int number, float value, float factor, std::uint32_t bits) {
+    if (factor == 0.0f || (number > 0 && !(value > 0.0f))) return 0;
+    return static_cast<std::uint8_t>(number > 0 ? encode_unsigned(std::sqrt(value), factor, bits)
+                                                : encode_signed(value, factor, bits));
   }
 };
 

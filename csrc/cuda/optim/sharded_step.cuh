@@ -338,7 +338,7 @@ class ShardedStepComm {
     const SegmentCursor& cursor = state().cursor;
     RunKeys keys(group_of(row).settings.seed, kRun);
     for_runs(first, last, cursor.segment.count, [&](std::int64_t at, int left) {
-      cuda::update(cursor, element<Element>(), keys, gradients(row.shard, at, left), at);
+      cuda::update(cursor, element<Element>(), keys, {at, left, gradients(row.shard, at, left), 0});
       if (cursor.segment.param_storage == Storage::f32) {
         publish(static_cast<std::uint32_t*>(cursor.segment.param) + at, left);
       } else {

@@ -37,8 +37,9 @@ struct SegmentCursor {
 };
 
 __device__ inline Form form_of(const Segment& s) {
-  if (!takes_quads(s.param, s.param_storage) || !takes_quads(s.grad, s.grad_storage) ||
-      !takes_quads(s.master, s.master_storage) || s.grad_storage != s.param_storage) {
+  if (s.count > kMostInQuads || !takes_quads(s.param, s.param_storage) ||
+      !takes_quads(s.grad, s.grad_storage) || !takes_quads(s.master, s.master_storage) ||
+      s.grad_storage != s.param_storage) {
     return Form::any;
   }
   if (s.param_storage == Storage::f32) {
@@ -96,7 +97,8 @@ class RunKeys {
     bits.first = __shfl_sync(0xffffffffu, mine_.first, next_);
     bits.second = __shfl_sync(0xffffffffu, mine_.second, next_);
     ++next_;
-    return {bits, static_cast<int>(at % kMixedRun), cursor.weights_at_random};
+    return {bits, static_cast<int>(static_cast<std::uint64_t>(at) % kMixedRun),
+            cursor.weights_at_random};
   }
 
  private:
@@ -110,10 +112,10 @@ class RunKeys {
 template <class Element>
 inline constexpr bool kInHalves = requires { Element::kInHalves; };
 
-// A run of `left` elements, whose gradients lie at `grads`.
+// Updates a run.
 template <class Weights, class State, class Element>
 __device__ void update_run(const SegmentCursor& cursor, const Element& element, RunKeys& keys,
-                           const void* grads, std::int64_t at, int left) {
+                           const ElementRun& run) {
   constexpr int n_states = Element::kStates;
   const Segment& segment = cursor.segment;
   Weights weights;
@@ -121,70 +123,72 @@ __device__ void update_run(const SegmentCursor& cursor, const Element& element, 
   // Before the loads: if a branch lies between a load and its use, halves and bytes are unpacked there.
   Dice dice;
   constexpr bool states_at_random = n_states > 0 && State::kRandom;
-  if (states_at_random || (Weights::kRandom && cursor.weights_at_random)) dice = keys(cursor, at);
-  weights.load(segment, grads, at, left);
+  if (states_at_random || (Weights::kRandom && cursor.weights_at_random))
+    dice = keys(cursor, run.at);
+  weights.load(segment, run);
 #pragma unroll
-  for (int s = 0; s < n_states; ++s) states[s].load(segment, s, at, left);
-  float weight[kEight], grad[kEight], value[kMostStates][kEight] = {};
+  for (int s = 0; s < n_states; ++s) states[s].load(segment, s, run);
+  float weight[kEight], grad[kEight], value[kMostStates][kEight] = {}, root[kEight];
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) {
-    weight[i] = weights.weight(i);
+  for (int s = 0; s < n_states; ++s) states[s].read(s, value[s]);
+  weights.read(weight, grad);
 #pragma unroll
-    for (int s = 0; s < n_states; ++s) value[s][i] = states[s].value(s, i);
-    grad[i] = weights.gradient(i) * cursor.scale;
-  }
+  for (int i = 0; i < kEight; ++i) grad[i] = grad[i] * cursor.scale;
+  int rooted = -1;  // the state with these roots
   if constexpr (kInHalves<Element>) {
     element.move(grad, weight, value[0], value[1], value[2]);
-    element.step(weight, value[0], value[1], value[2]);
+    element.step(weight, value[0], value[1], value[2], root);
+    rooted = Element::kRooted;
   } else {
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
       element(grad[i], weight[i], value[0][i], value[1][i], value[2][i]);
     }
   }
+  weights.store(segment, run, weight, dice);
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) {
-    weights.set(i, weight[i], dice);
-#pragma unroll
-    for (int s = 0; s < n_states; ++s) states[s].set(s, i, value[s][i], dice);
+  for (int s = 0; s < n_states; ++s) {
+    states[s].store(segment, s, run, value[s], s == rooted ? root : nullptr, dice);
   }
-  weights.store(segment, at, left, dice);
-#pragma unroll
-  for (int s = 0; s < n_states; ++s) states[s].store(segment, s, at, left, dice);
 }
 
-template <class Weights, class Element, class... Rest>
-__device__ void update_form(const SegmentCursor& cursor, const Element& element, Rest&&... rest) {
+// Calls visit<Weights, State>() with the types for a segment's whole runs, unless its form is `any`.
+template <class Weights, class Element, class Visit>
+__device__ void visit_states(const SegmentCursor& cursor, const Visit& visit) {
   if constexpr (Element::kStates > 0) {
     if (cursor.states == Storage::bf16) {
-      return update_run<Weights, PlainState<BFloat16>>(cursor, element, rest...);
+      return visit.template operator()<Weights, PlainState<BFloat16>>();
     }
-    if (cursor.states == Storage::code8) {
-      return update_run<Weights, CodedState>(cursor, element, rest...);
-    }
+    if (cursor.states == Storage::code8) return visit.template operator()<Weights, CodedState>();
   }
-  update_run<Weights, PlainState<float>>(cursor, element, rest...);
+  visit.template operator()<Weights, PlainState<float>>();
+}
+template <class Element, class Visit>
+__device__ void visit_form(const SegmentCursor& cursor, const Visit& visit) {
+  switch (cursor.weights) {
+    case Form::any:
+      return;
+    case Form::fp32:
+      return visit_states<PlainWeights<float>, Element>(cursor, visit);
+    case Form::bf16:
+      return visit_states<PlainWeights<BFloat16>, Element>(cursor, visit);
+    case Form::split:
+      return visit_states<SplitWeights, Element>(cursor, visit);
+    case Form::master:
+      return visit_states<MasterWeights, Element>(cursor, visit);
+  }
 }
 
-// The run that begins at element `at`. Called by all threads of a warp.
+// Updates any run. Called by all threads of a warp.
 template <class Element>
 __device__ void update(const SegmentCursor& cursor, const Element& element, RunKeys& keys,
-                       const void* grads, std::int64_t at) {
-  const std::int64_t rest = cursor.segment.count - at;
-  if (rest <= 0) return;
-  const int left = static_cast<int>(rest < kRun ? rest : kRun);
-  switch (left < kRun ? Form::any : cursor.weights) {
-    case Form::any:
-      return update_run<AnyWeights<>, AnyState<>>(cursor, element, keys, grads, at, left);
-    case Form::fp32:
-      return update_form<PlainWeights<float>>(cursor, element, keys, grads, at, left);
-    case Form::bf16:
-      return update_form<PlainWeights<BFloat16>>(cursor, element, keys, grads, at, left);
-    case Form::split:
-      return update_form<SplitWeights>(cursor, element, keys, grads, at, left);
-    case Form::master:
-      return update_form<MasterWeights>(cursor, element, keys, grads, at, left);
+                       const ElementRun& run) {
+  if (run.left < kRun || cursor.weights == Form::any) {
+    return update_run<AnyWeights<>, AnyState<>>(cursor, element, keys, run);
   }
+  visit_form<Element>(cursor, [&]<class Weights, class State>() {
+    update_run<Weights, State>(cursor, element, keys, run);
+  });
 }
 
 // The last block to arrive increments the step counters: by then all blocks have read them.
@@ -249,10 +253,26 @@ __global__ void __launch_bounds__(kStepThreads, step_blocks(Element::kStates))
   do {
     enter<Element>(launch, tile, cursor, element);
     RunKeys keys(params.settings.seed, gridDim.x * kTile);
+    const auto& rule = *reinterpret_cast<const Element*>(element);
+    const std::int64_t in_tile = threadIdx.x / 32 * kRun;  // this warp's run
+    const auto run = [&] {
+      const std::int64_t at = (tile - cursor.begin) * kTile + in_tile;
+      return ElementRun{at, static_cast<int>(kRun), cursor.segment.grad, at};
+    };
+    // Of all tiles, only the last one may have less than a whole run for a warp.
+    const std::int64_t left = cursor.segment.count - in_tile;
+    const auto whole = static_cast<std::int32_t>(cursor.begin + (left + kTile - kRun) / kTile);
+    visit_form<Element>(cursor, [&]<class Weights, class State>() {
+      for (; tile < whole; tile += static_cast<std::int32_t>(gridDim.x)) {
+        update_run<Weights, State>(cursor, rule, keys, run());
+      }
+    });
     for (; tile < cursor.end; tile += static_cast<std::int32_t>(gridDim.x)) {
-      const std::int64_t at = (tile - cursor.begin) * kTile + threadIdx.x / 32 * kRun;
-      update(cursor, *reinterpret_cast<const Element*>(element), keys,
-             static_cast<const std::byte*>(cursor.segment.grad) + at * cursor.grad_size, at);
+      ElementRun rest = run();
+      const std::int64_t elements = cursor.segment.count - rest.at;
+      if (elements <= 0) continue;
+      rest.left = static_cast<int>(elements < kRun ? elements : kRun);
+      update_run<AnyWeights<>, AnyState<>>(cursor, rule, keys, rest);
     }
   } while (tile < table.first_tile(params.first + params.count));
   count_step(table, params);

@@ -208,32 +208,50 @@ void roles_are_independent() {
 
 const float kMagnitudes[] = {kSmallest, 1e-30f, 0.7f, 1.0f, 3.14159f, 1e30f, 0x1p126f, kLargest};
 
+// Codes as they are stored, with or without random bits.
+template <class... Bits>
+std::int8_t first_code(float value, float factor, Bits... bits) {
+  return static_cast<std::int8_t>(encode_signed(value, factor, bits...));
+}
+template <class... Bits>
+std::uint8_t second_code(float value, float factor, Bits... bits) {
+  return value > 0.0f
+             ? static_cast<std::uint8_t>(encode_unsigned(std::sqrt(value), factor, bits...))
+             : std::uint8_t{0};
+}
+
+State8Scale scale_for(Role role, float largest) {
+  return state8_scale(role, bit_cast<std::uint32_t>(largest));
+}
+
+constexpr std::uint32_t kMiddle = 0x80008000u;  // of the random bits for both moments
+
 // Encoding a decoded code gives the code, for any magnitude. Larger codes stand for larger numbers.
 void codes_are_fixed_points() {
   for (const float largest : kMagnitudes) {
-    const State8Scale scale = state8_scale(bit_cast<std::uint32_t>(largest));
-    PYCOMM_CHECK(scale.largest == largest, "the scale is the largest magnitude");
+    const State8Scale first = scale_for(Role::first_moment, largest),
+                      second = scale_for(Role::second_moment, largest);
+    PYCOMM_CHECK(first.largest == largest && second.largest == largest,
+                 "the scale is the largest magnitude");
     float last = -std::numeric_limits<float>::infinity();
     for (int q = -127; q <= 127; ++q) {
-      const auto code = static_cast<std::uint8_t>(q);
-      const float value = decode_signed(code, largest);
+      const float value = decode_signed(q, largest);
       // Subnormal numbers have fewer bits than the finest codes of very small blocks need.
       const bool exact = std::fabs(value) >= kSmallest || q == 0;
-      PYCOMM_CHECK(!exact || encode_signed(value, scale.inverse) == code,
+      PYCOMM_CHECK(!exact || first_code(value, first.factor) == q,
                    "code " + std::to_string(q) + " of " + text(largest));
-      PYCOMM_CHECK(!exact || encode_signed(value, scale.inverse, 1u << 31) == code,
+      PYCOMM_CHECK(!exact || first_code(value, first.factor, kMiddle) == q,
                    "at random, code " + std::to_string(q) + " of " + text(largest));
       PYCOMM_CHECK(value > last || (!exact && value >= last), "codes must rise");
       last = value;
     }
     last = -1.0f;
     for (int q = 0; q <= 255; ++q) {
-      const auto code = static_cast<std::uint8_t>(q);
-      const float value = decode_unsigned(code, largest);
+      const float value = decode_unsigned(q, largest);
       const bool exact = value >= kSmallest || q == 0;
-      PYCOMM_CHECK(!exact || encode_unsigned(value, scale.inverse) == code,
+      PYCOMM_CHECK(!exact || second_code(value, second.factor) == q,
                    "code " + std::to_string(q) + " of " + text(largest));
-      PYCOMM_CHECK(!exact || encode_unsigned(value, scale.inverse, 1u << 31) == code,
+      PYCOMM_CHECK(!exact || second_code(value, second.factor, kMiddle) == q,
                    "at random, code " + std::to_string(q) + " of " + text(largest));
       PYCOMM_CHECK(value > last || (!exact && value >= last), "codes must rise");
       last = value;
@@ -241,14 +259,52 @@ void codes_are_fixed_points() {
   }
 }
 
-void scales() {
-  for (const std::uint32_t bits : {0x7f800000u, 0x7fc00000u, 0x7fffffffu}) {
-    const State8Scale scale = state8_scale(bits);
-    PYCOMM_CHECK(std::isnan(scale.largest) && scale.inverse == 0.0f, "not finite");
+// Whatever the roundings and the random bits, the largest magnitude gets one of the two largest codes,
+// and what is as good as zero gets one of the two smallest.
+void codes_stay_in_their_range() {
+  std::mt19937 random(0);
+  std::vector<float> magnitudes(std::begin(kMagnitudes), std::end(kMagnitudes));
+  for (int i = 0; i < 1'000'000 / kEvery; ++i) {
+    const auto bits = static_cast<std::uint32_t>(random() % 0x7f000000u + 0x00800000u);
+    magnitudes.push_back(bit_cast<float>(bits));
   }
-  for (const std::uint32_t bits : {0u, 1u, 0x007fffffu}) {
-    const State8Scale scale = state8_scale(bits);
-    PYCOMM_CHECK(scale.largest == 0.0f && scale.inverse == 0.0f, "subnormal");
+  for (const float largest : magnitudes) {
+    const State8Scale first = scale_for(Role::first_moment, largest),
+                      second = scale_for(Role::second_moment, largest);
+    // The extremes, and any.
+    for (const std::uint32_t dice : {0u, 0xffffffffu, static_cast<std::uint32_t>(random())}) {
+      const std::int8_t plus = first_code(largest, first.factor, dice),
+                        minus = first_code(-largest, first.factor, dice);
+      PYCOMM_CHECK(plus >= 126 && minus <= -126 && minus >= -127, "first of " + text(largest));
+      PYCOMM_CHECK(second_code(largest, second.factor, dice) >= 254, "second of " + text(largest));
+      const float little = largest * 1e-12f;
+      PYCOMM_CHECK(std::abs(first_code(little, first.factor, dice)) <= 1 &&
+                       std::abs(first_code(-little, first.factor, dice)) <= 1 &&
+                       second_code(largest * 1e-11f, second.factor, dice) <= 1,
+                   "little beside " + text(largest));
+    }
+    PYCOMM_CHECK(first_code(largest, first.factor) == 127 &&
+                     first_code(-largest, first.factor) == -127 &&
+                     second_code(largest, second.factor) == 255,
+                 "to nearest of " + text(largest));
+  }
+  for (const float zero : {0.0f, -0.0f}) {
+    for (std::uint32_t dice = 0; dice < 0x10000u; ++dice) {
+      PYCOMM_CHECK(first_code(zero, 1.0f, dice) == 0, "zero");
+    }
+  }
+}
+
+void scales() {
+  for (const Role role : {Role::first_moment, Role::second_moment}) {
+    for (const std::uint32_t bits : {0x7f800000u, 0x7fc00000u, 0x7fffffffu}) {
+      const State8Scale scale = state8_scale(role, bits);
+      PYCOMM_CHECK(std::isnan(scale.largest) && scale.factor == 0.0f, "not finite");
+    }
+    for (const std::uint32_t bits : {0u, 1u, 0x007fffffu}) {
+      const State8Scale scale = state8_scale(role, bits);
+      PYCOMM_CHECK(scale.largest == 0.0f && scale.factor == 0.0f, "subnormal");
+    }
   }
 }
 
@@ -257,25 +313,28 @@ void scales() {
 void errors_of_codes() {
   constexpr double kRounding = 1e-6;  // of the fp32 arithmetic
   for (const float largest : kMagnitudes) {
-    const State8Scale scale = state8_scale(bit_cast<std::uint32_t>(largest));
+    const float first = scale_for(Role::first_moment, largest).factor,
+                second = scale_for(Role::second_moment, largest).factor;
     const double most = largest, root = std::sqrt(most);
     for (std::int64_t bits = 0x20000000; bits <= 0x3f800000; bits += 997 * kEvery) {
       const float share = bit_cast<float>(static_cast<std::uint32_t>(bits)),
                   value = largest * share;
       const double y = std::sqrt(value / most), z = std::sqrt(y);
       for (const float either : {value, -value}) {
-        const double off = decode_signed(encode_signed(either, scale.inverse), largest) -
-                           static_cast<double>(either);
+        const double off =
+            decode_signed(first_code(either, first), largest) - static_cast<double>(either);
         PYCOMM_CHECK(std::fabs(off) <= most * (y / 127 + 1.0 / 64516) * (1 + kRounding) + 1.5e-45,
                      "first moment " + text(share) + " of " + text(largest));
         const double q = std::min(std::floor(y * 127), 126.0), sign = either < 0.0f ? -1.0 : 1.0;
         if (value < 1e-30f) continue;
+        // The fraction lies in the low half of the bits; negative numbers take what is left of one.
         check_fair(either, sign * most * std::pow(q / 127, 2),
                    sign * most * std::pow((q + 1) / 127, 2), [&](std::uint32_t random) {
-                     return decode_signed(encode_signed(either, scale.inverse, random), largest);
+                     const std::uint32_t half = (either < 0.0f ? ~random : random) >> 16;
+                     return decode_signed(first_code(either, first, half), largest);
                    });
       }
-      const std::uint8_t code = encode_unsigned(value, scale.inverse);
+      const std::uint8_t code = second_code(value, second);
       const double off = std::sqrt(static_cast<double>(decode_unsigned(code, largest))) -
                          std::sqrt(static_cast<double>(value));
       const double bound = z < 1.0 / 255 ? 1.0 / 65025 : z / 255 + 1.0 / 260100;
@@ -286,9 +345,36 @@ void errors_of_codes() {
       if (q < 1 || q > 254 || value < 1e-30f) continue;
       check_fair(value, most * std::pow(q / 255, 4), most * std::pow((q + 1) / 255, 4),
                  [&](std::uint32_t random) {
-                   return decode_unsigned(encode_unsigned(value, scale.inverse, random), largest);
+                   return decode_unsigned(second_code(value, second, random), largest);
                  });
     }
+  }
+}
+
+// The mean of what a number may become is the number: over all fractions for first moments, over every
+// 512th for second ones. This is finer than check_fair(): a 2^-14th of the distance of the neighbours.
+void codes_keep_the_mean() {
+  std::mt19937 random(0);
+  constexpr std::uint32_t kFractions = 0x10000u;
+  const float largest = 3.14159f;
+  const float first = scale_for(Role::first_moment, largest).factor,
+              second = scale_for(Role::second_moment, largest).factor;
+  for (int i = 0; i < 300 / std::min<std::int64_t>(kEvery, 30); ++i) {
+    const auto place = static_cast<float>(random() % 1'000'000) * 1e-6f;
+    const float root = 1.0f + 253.0f * place;
+    const float value = largest * root * root * root * root / 4228250625.0f;
+    const float either = (i % 2 == 0 ? 1 : -1) * largest * place * place;
+    double mean = 0, other = 0;
+    for (std::uint32_t k = 0; k < kFractions; ++k) {
+      mean += decode_signed(first_code(either, first, k), largest);
+      other += decode_unsigned(second_code(value, second, k << 16 | 0x8000u), largest);
+    }
+    mean /= kFractions, other /= kFractions;
+    const double q = std::floor(127 * place), n = std::floor(root);
+    const double unit = largest * (2 * q + 1) / 16129;
+    const double more = largest * (std::pow(n + 1, 4) - std::pow(n, 4)) / 4228250625.0;
+    PYCOMM_CHECK(std::fabs(mean - either) <= unit * 0x1p-14, "mean of " + text(either));
+    PYCOMM_CHECK(std::fabs(other - value) <= more * 0x1p-14, "mean of " + text(value));
   }
 }
 
@@ -383,13 +469,18 @@ void moderate_numbers_round_as_all_numbers() {
 void moderate_numbers_are_told_apart() {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const float infinity = std::numeric_limits<float>::infinity();
+  const auto lie_between = [](float low, const float (&values)[3], float high) {
+    return Magnitudes(values).are_between(low, high);
+  };
   for (const float good : {2.0f, -2.0f, 3.0f, -5.0f}) {
-    PYCOMM_CHECK(all_between(2.0f, {3.0f, good, 4.0f}, 5.0f), "between");
+    PYCOMM_CHECK(lie_between(2.0f, {3.0f, good, 4.0f}, 5.0f), "between");
   }
   for (const float bad : {0.0f, -0.0f, 1e-40f, moved(2.0f, -1), moved(5.0f, 1), -6.0f, infinity,
                           -infinity, nan, -nan}) {
-    PYCOMM_CHECK(!all_between(2.0f, {bad, 3.0f, 4.0f}, 5.0f), "first: " + text(bad));
-    PYCOMM_CHECK(!all_between(2.0f, {3.0f, 4.0f, bad}, 5.0f), "last: " + text(bad));
+    PYCOMM_CHECK(!lie_between(2.0f, {bad, 3.0f, 4.0f}, 5.0f), "first: " + text(bad));
+    PYCOMM_CHECK(!lie_between(2.0f, {3.0f, 4.0f, bad}, 5.0f), "last: " + text(bad));
+    const float squares[] = {3.0f, bad, 4.0f};
+    PYCOMM_CHECK(!Magnitudes::of_squares(squares).are_between(2.0f, 5.0f), "square: " + text(bad));
   }
 }
 
@@ -405,6 +496,8 @@ int main() {
       {"halves at random", halves_at_random},
       {"roles are independent", roles_are_independent},
       {"codes are fixed points", codes_are_fixed_points},
+      {"codes stay in their range", codes_stay_in_their_range},
+      {"codes keep the mean", codes_keep_the_mean},
       {"scales", scales},
       {"errors of codes", errors_of_codes},
       {"moderate numbers round as all numbers", moderate_numbers_round_as_all_numbers},

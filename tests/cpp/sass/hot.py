@@ -56,7 +56,7 @@ HOT_LOOPS = (
     HotLoop("adamw_fp32", *ADAMW, 8, 16, 12, launched=2),
     HotLoop("adamw_bf16_remainder", *ADAMW, 8, 14, 12, launched=2),
     HotLoop("adamw_bf16_remainder_bf16_states", *ADAMW, 8, 10, 8, launched=2),
-    HotLoop("adamw_8bit_states", *ADAMW, 8, 8, 6, slack=8, launched=2, work=("MUFU.RSQ", 32)),
+    HotLoop("adamw_8bit_states", *ADAMW, 8, 8, 6, slack=8, launched=2, work=("MUFU.RSQ", 24)),
     HotLoop("grad_norm_fp32", *NORM, 32, 4, 0, launched=3, work=("DFMA", 32)),
     HotLoop("grad_norm_bf16", *NORM, 64, 2, 0, launched=3, work=("DFMA", 64)),
     HotLoop("int8_encode", WIRE, "encode_kernelIfE", 8, 4, 1, slack=8, work=("SHFL", 1)),
