@@ -38,6 +38,13 @@ stopped, early = weights_after(2)
 _, resumed = weights_after(4, stopped)
 assert all(map(torch.equal, whole, resumed)) and not torch.equal(whole[0], early[0])
 """
+# A step that all ranks skip, because of one rank's gradients.
+SKIPPED = """
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+scaler, model = pycomm.optim.GradScaler("cpu"), pycomm.DataParallel(net)
+scaler.scale(loss_of(model(batches[0])) * (1.0, float("inf"))[rank]).backward()
+scaler.step(optimizer)
+"""
 # As the page says. Other processors may round otherwise.
 LOSSES = """
 assert losses["int8"] < 1.1 * losses["exact"]
@@ -142,7 +149,11 @@ PROGRAMS = {
         },
         "assert state.step == 0 and trainer.callbacks[0].state.step == len(batches)",
     ),
-    "docs/how-to/mixed-precision.md": (GROUP, {}, ""),
+    "docs/how-to/mixed-precision.md": (
+        GROUP,
+        {"scheduler.step()": SKIPPED},
+        "assert scheduler.last_epoch == 0",
+    ),
     "docs/how-to/observing.md": (
         GROUP,
         {
