@@ -33,11 +33,13 @@ def join(address: str | os.PathLike[str], timeout: float | timedelta | None = No
         ValueError: `address` is not an address; or the group refuses this process, because the
             secret is not the group's, this process runs another build of pycomm, or it belongs to
             another user than the ranks of this node.
-        pycomm.Timeout: the members have not let this process in before the timeout.
+        pycomm.Timeout: the members have not let this process in before the timeout; the error tells
+            whether anybody listens at the address.
         pycomm.CollectiveError: letting this process in has failed until the timeout.
     """
     patience = seconds(timeout, DEFAULT_TIMEOUT)
     if isinstance(address, str):
         addresses = [Address.parse(address)]
         return _adopt(enter(lambda: addresses, patience, _make_larger))
-    return _adopt(enter(lambda: read_addresses(Path(address)), patience, _make_larger))
+    path = Path(address)
+    return _adopt(enter(lambda: read_addresses(path), patience, _make_larger, f" (file {path})"))

@@ -157,7 +157,7 @@ class JoinServer(Acceptor):
 
 
 def request_join(
-    addresses: Callable[[], Sequence[Address]], mine: object, deadline: Deadline
+    addresses: Callable[[], Sequence[Address]], mine: object, deadline: Deadline, source: str = ""
 ) -> tuple[Address, Connection, dict[str, Any]]:
     """Waits until a group lets this process in.
 
@@ -166,77 +166,98 @@ def request_join(
             for an address that is no longer among them.
         mine: this process's introduction.
         deadline: the end of all tries.
+        source: where the addresses come from, for the error.
 
     Returns:
         The join server's address, the connection to it, and the message of the group's first rank.
 
     Raises:
         ValueError: the group refuses this process.
-        pycomm.Timeout: the group has not admitted it, perhaps because its host's name is unknown.
+        pycomm.Timeout: the group has not admitted it; the error tells why the last try failed.
     """
-    unknown = ""
     try:
         while True:
+            why = []
             for address in addresses():
-                try:
-                    connection = _ask(address, hosts_of(address.host), addresses, mine, deadline)
-                except (socket.gaierror, UnicodeError) as error:  # the name may become known
-                    unknown = f": the host name {address.host!r} is unknown ({error})"
-                    continue
-                unknown = ""
-                if connection is not None:
-                    if "refused" in connection.said:
-                        connection.close()
-                        why = connection.said["refused"]
-                        raise ValueError(f"the group refuses this process: {why}")
-                    return address, connection, connection.said
+                answer = _ask(address, addresses, mine, deadline)
+                if isinstance(answer, str):
+                    why.append(answer)
+                elif "refused" in answer.said:
+                    answer.close()
+                    raise ValueError(f"the group refuses this process: {answer.said['refused']}")
+                else:
+                    return address, answer, answer.said
             with deadline.slice():
                 time.sleep(_TRIES_EVERY)
     except TimeoutError:
         message = "joining: the group has not let this process in before the timeout"
-        raise Timeout(message + unknown, operation="join") from None
+        last = "; ".join(why) or "no address is known"
+        raise Timeout(f"{message}: {last}{source}", operation="join") from None
 
 
 def _ask(
     address: Address,
-    hosts: Sequence[str],
     addresses: Callable[[], Sequence[Address]],
     mine: object,
     deadline: Deadline,
-) -> Connection | None:
-    """The connection to a join server that has answered; None if it is not there, or has moved.
+) -> Connection | str:
+    """The connection to a join server that has answered, or why there is none.
 
     Args:
-        address: the join server's address.
-        hosts: the addresses that its host may have; the first that answers is taken.
+        address: the join server's; of its host's addresses, the first that answers is taken.
         addresses: as for :func:`request_join`.
         mine: as for :func:`request_join`.
         deadline: as for :func:`request_join`.
     """
-    for name in hosts:
-        try:
-            connection = Connection.to(name, address.port)
-        except OSError as error:
-            if error.errno == errno.EAFNOSUPPORT:  # this kernel has no IPv6
-                continue
-            raise
-        try:
-            # While the file is written, it may have no addresses.
-            while not (connection.ended or connection.unreachable) and address in (
-                addresses() or [address]
-            ):
-                if connection.established and not connection.spoken:
-                    connection.say({"secret": address.secret, "mine": mine})
-                connection.hear()
-                if isinstance(connection.said, dict):
-                    return connection
-                with deadline.slice():
-                    connection.wait(_TRIES_EVERY)
-        except BaseException:
+    why = f"{address.host} cannot be reached"
+    try:
+        for name in hosts_of(address.host):
+            try:
+                connection = Connection.to(name, address.port)
+            except OSError as error:
+                if error.errno == errno.EAFNOSUPPORT:  # this kernel has no IPv6
+                    continue
+                raise
+            why = _await_answer(connection, address, addresses, mine, deadline)
+            if not why:
+                return connection
             connection.close()
-            raise
+    except (socket.gaierror, UnicodeError) as error:  # the name may become known
+        return f"the host name {address.host!r} is unknown ({error})"
+    return why
+
+
+def _await_answer(
+    connection: Connection,
+    address: Address,
+    addresses: Callable[[], Sequence[Address]],
+    mine: object,
+    deadline: Deadline,
+) -> str:
+    """Introduces this process. Returns why the join server has not answered; empty if it has."""
+    place = str(address).rpartition("/")[0]  # without the secret
+    try:
+        # While the file is written, it may have no addresses.
+        while address in (addresses() or [address]):
+            if connection.established and not connection.spoken:
+                connection.say({"secret": address.secret, "mine": mine})
+            connection.hear()
+            if isinstance(connection.said, dict):
+                return ""
+            if connection.unreachable:
+                return f"{place} cannot be reached"
+            if connection.ended:
+                ended = f"{place} has closed the connection"
+                return ended if connection.established else f"nobody listens at {place}"
+            if deadline.over():
+                silent = f"a rank listens at {place}, but its group has not grown"
+                return silent if connection.spoken else f"{place} has not answered"
+            with deadline.slice():
+                connection.wait(_TRIES_EVERY)
+    except BaseException:
         connection.close()
-    return None
+        raise
+    return f"{place} is not the group's address any more"
 
 
 # How a group grows by processes that wait at its join server.
@@ -412,6 +433,7 @@ def enter(
     addresses: Callable[[], Sequence[Address]],
     seconds: float,
     make: Callable[[RendezvousResult, int, Mapping[str, Any]], Kind],
+    source: str = "",
 ) -> Kind:
     """Joins a group that grows.
 
@@ -419,13 +441,14 @@ def enter(
         addresses: returns the possible addresses of the group's join server, anew for each try.
         seconds: how long to wait until the group admits this process.
         make: makes the larger group from this rank's membership, the rank and the group's terms.
+        source: where the addresses come from, for errors.
 
     Raises:
         As :func:`pycomm.join`.
     """
     deadline, mine = Deadline(seconds), introduction(0)
     while True:
-        address, connection, told = request_join(addresses, mine, deadline)
+        address, connection, told = request_join(addresses, mine, deadline, source)
         try:
             made = _enter(connection, told, make)
             made._growing().address = address

@@ -184,7 +184,8 @@ class Part(NamedTuple):
                 given += len(mine)
                 elements = elements.copy_(mine) if receives else mine
             if to is None:
-                broadcast(elements.view(torch.uint8), rank, group=group)
+                what = "shards that all ranks gather, as in state_dict()"
+                broadcast(elements.view(torch.uint8), rank, group=group, tag=what)
             elif to == rank:
                 continue  # it has copied them
             elif receives:

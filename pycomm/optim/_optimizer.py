@@ -31,8 +31,9 @@ class FusedOptimizer(DividedOptimizer):
 
     Attributes:
         max_norm: bound of the norm of all gradients together, or None.
-        grad_norm: the norm before clipping in the last step with `max_norm`: a float64 scalar
-            tensor.
+        grad_norm: the norm before clipping, a float64 scalar tensor: of gradients without the loss
+            scale, and not finite if the step was skipped. Only steps with `max_norm` or a
+            :class:`GradScaler` measure it; None before the first one.
     """
 
     # torch.amp.GradScaler passes its scale and its flag in `grad_scale` and `found_inf`.

@@ -213,14 +213,22 @@ def test_a_stopped_newcomer_is_left_out_and_comes_again(tmp_path):
             assert outcome.value["seen"][-1] == [0, 1, 2], outcome
 
 
-def test_nobody_is_there():
+def test_nobody_is_there(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     began = time.monotonic()
-    with pytest.raises(pycomm.Timeout, match="not let this process in"):
-        pycomm.join(f"127.0.0.1:{port}/{'0' * 32}", 0.5)
-    with pytest.raises(pycomm.Timeout, match="not let this process in"):
-        pycomm.join(Path("/nonexistent/door"), 0.5)
+    waited = "the group has not let this process in before the timeout: "
+    address, path = f"127.0.0.1:{port}/{'0' * 32}", tmp_path / "door"
+    with pytest.raises(pycomm.Timeout, match=f"{waited}nobody listens at 127.0.0.1:{port}$"):
+        pycomm.join(address, 0.3)
+    with pytest.raises(pycomm.Timeout, match=rf"{waited}no address is known \(file {path}\)"):
+        pycomm.join(path, 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        listens = f"127.0.0.1:{silent.getsockname()[1]}"
+        path.write_text(f"{address}\n{listens}/{'0' * 32}\n")
+        both = f"nobody listens at 127.0.0.1:{port}; a rank listens at {listens}, but"
+        with pytest.raises(pycomm.Timeout, match=rf"{both} .* not grown \(file {path}\)"):
+            pycomm.join(path, 0.3)
     assert time.monotonic() - began < 10
     secret = "0" * 32
     rest = f":1/{secret[1:]}", f":port/{secret}", f":65536/{secret}", f"\0:1/{secret}"

@@ -25,6 +25,26 @@ from types import SimpleNamespace
 mine = SimpleNamespace(ranks={group.rank: SimpleNamespace(own=1.0 + group.rank)})
 assert own_part(60, 30, mine) == (40, 20)[group.rank]
 """
+# A run that resumes ends with the bits of one that was not stopped.
+RESUMED = """
+def weights_after(steps, resume=None):
+    torch.manual_seed(1)
+    name = f"{shared}.{steps}.{bool(resume)}"
+    net = train(steps, name, resume)
+    return name, [weight.detach().clone() for weight in net.parameters()]
+
+_, whole = weights_after(4)
+stopped, early = weights_after(2)
+_, resumed = weights_after(4, stopped)
+assert all(map(torch.equal, whole, resumed)) and not torch.equal(whole[0], early[0])
+"""
+# A step that all ranks skip, because of one rank's gradients.
+SKIPPED = """
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+scaler, model = pycomm.optim.GradScaler("cpu"), pycomm.DataParallel(net)
+scaler.scale(loss_of(model(batches[0])) * (1.0, float("inf"))[rank]).backward()
+scaler.step(optimizer)
+"""
 # As the page says. Other processors may round otherwise.
 LOSSES = """
 assert losses["int8"] < 1.1 * losses["exact"]
@@ -102,7 +122,7 @@ PROGRAMS = {
         {'algorithms="table.json"': "Path('table.json').write_text('[{\"algorithm\": \"ring\"}]')"},
         "",
     ),
-    "docs/how-to/coming-from.md": ("", {}, DEALT),
+    "docs/how-to/coming-from.md": ("", {}, DEALT + RESUMED + "assert done['samples'] == 50"),
     "docs/how-to/data-parallel.md": (
         IMPORTS,
         {
@@ -115,7 +135,11 @@ PROGRAMS = {
         },
         "",
     ),
-    "docs/how-to/from-zero-and-fsdp.md": (GROUP, {}, ""),
+    "docs/how-to/from-zero-and-fsdp.md": (
+        GROUP,
+        {"def train(steps, to": "folder = shared"},
+        RESUMED,
+    ),
     "docs/how-to/integrations.md": (
         GROUP,
         {
@@ -125,7 +149,11 @@ PROGRAMS = {
         },
         "assert state.step == 0 and trainer.callbacks[0].state.step == len(batches)",
     ),
-    "docs/how-to/mixed-precision.md": (GROUP, {}, ""),
+    "docs/how-to/mixed-precision.md": (
+        GROUP,
+        {"scheduler.step()": SKIPPED},
+        "assert scheduler.last_epoch == 0",
+    ),
     "docs/how-to/observing.md": (
         GROUP,
         {

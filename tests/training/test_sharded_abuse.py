@@ -273,6 +273,21 @@ def test_ranks_that_disagree_about_gradients(world, stage, dropped):
         assert ("3 gradients" if dropped == "one" else "0 gradients") in str(error)
 
 
+def test_only_one_rank_asks_for_the_checkpoint(world):
+    """As programs do whose states are not divided."""
+
+    def body(group):
+        model, optimizer = make(group, "optimizer")
+        step(model, optimizer, group.rank, 0)
+        if group.rank == 0:
+            optimizer.state_dict()
+        pycomm.barrier(group=group)
+
+    for error in errors_of(world, 2, body):
+        assert isinstance(error, pycomm.Mismatch), error
+        assert "shards that all ranks gather, as in state_dict()" in str(error)
+
+
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @both_stages
 def test_a_step_without_gradients_does_nothing(world, stage, max_norm):
