@@ -113,6 +113,7 @@ class CommState(HookState):
         ValueError, TypeError: an argument is not as described.
     """
 
+    _timed = 0  # steps whose waits are in _exposed_before or _now; not those before a load
     _residuals_lost = 0  # ranks; the default of states that older versions have pickled
     _holders = 0  # ranks that had residuals before a regroup() that has failed
 
@@ -306,6 +307,7 @@ class CommState(HookState):
         self._exposed_before += self._now.exposed()
         self._now = StepStatistics(bytes_in=bytes_in, bytes_wire=bytes_wire, waited=waited)
         self.step += 1
+        self._timed += 1
 
     def give_back(self) -> None:
         """Adds the step's unused means to the residuals, so that nothing is lost."""
@@ -394,12 +396,14 @@ class CommState(HookState):
             bound; by tree, a rank's mean; with `shard`, also the parameters that a step sends);
             ``ratio``: bytes of an uncompressed exchange divided by ``bytes_wire``;
             ``exposed_ms``: milliseconds that backward waited for exchanges at its end;
-            ``exposed_ms_total``: the same for all steps together;
+            ``exposed_ms_total``: the same for all steps of this process together;
+            ``exposed_ms_mean``: their mean;
             ``residual_norm``: Euclidean norm of this rank's residuals;
             ``residuals_lost``: the number of ranks that were lost with their residuals.
         """
         self._settle()
         exposed = self._now.exposed()
+        total = 1e3 * (self._exposed_before + exposed)
         flights, group = self._now.flights, self.group
         sizes = [self._now.bytes_in, *(flight.buffer.nbytes for flight in flights)]
         bytes_dense = sum(dense_wire_bytes(size, group) for size in sizes)
@@ -410,7 +414,8 @@ class CommState(HookState):
             "bytes_wire": float(bytes_wire),
             "ratio": bytes_dense / bytes_wire if bytes_wire else 1.0,
             "exposed_ms": 1e3 * exposed,
-            "exposed_ms_total": 1e3 * (self._exposed_before + exposed),
+            "exposed_ms_total": total,
+            "exposed_ms_mean": total / max(self._timed, 1),
             "residual_norm": self._residuals.norm(),
             "residuals_lost": float(self._residuals_lost),
         }
@@ -498,6 +503,7 @@ class CommState(HookState):
             self._residuals.check_owner((int(owner), saved), (rank, size))
             self._residuals.load([dump])
         self.step = state_dict["step"]
+        self._exposed_before += self._now.exposed()
         self._now = StepStatistics()
         self._flying.clear()
 
@@ -549,6 +555,7 @@ class CommState(HookState):
         self._now = StepStatistics(scale)
         self._flying.clear()  # of backwards that never ended
         self.step += 1
+        self._timed += 1
         if scale is not None and self.step > self._warmup_steps:
             self._residuals.begin_step(scale)
 

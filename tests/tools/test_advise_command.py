@@ -114,7 +114,7 @@ def test_ranks_and_nodes_are_torchruns(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cli.measure, "measure", imagined)
     for name, value in {"RANK": 0, "WORLD_SIZE": 12, "GROUP_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
-    few = [*"--params 1M --step-ms 400 --link 1Gbit".split(), "--measure", "--accumulate=4"]
+    few = ["--params=1M", "--step-ms=400", "--link=1Gbit", "--measure", "--accumulate=4"]
     cli.main(few)
     shown = capsys.readouterr().out
     assert "12 ranks on 3 nodes, links of 1 Gbit/s, 400 ms of computation per step in 4 m" in shown
