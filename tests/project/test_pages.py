@@ -77,7 +77,7 @@ loss_of(model(batches[0])).backward()
 optimizer.step()
 local.step()
 """
-# Over Gloo, after its warm-up: the same averages on both ranks, which are no more exact sums.
+# Over Gloo, after the warm-up, both ranks have the same averages.
 POWERS = """
 powers.iter = 1000
 for batch in batches[:2]:
@@ -143,10 +143,10 @@ PROGRAMS = {
     "docs/how-to/data-parallel.md": (
         IMPORTS,
         {
-            "register_comm_hook(None, pycomm": OF_DDP,
+            "register_comm_hook(None, pycomm": POWERS + OF_DDP,
             "gathered=True)  # on all": STATE + IN_SHARED,
             'torch.load("checkpoint.pt")': "dist.barrier()",
-            'algorithm="ring"': POWERS + "model = net",
+            'algorithm="ring"': "model = net",
             "even_batches(loader)": "model, loader = pycomm.DataParallel(net), batches[: 1 + rank]",
             'states="8bit"': HALF,
             "outer_parameters()": ERROR_RESET + "validate = print; os.chdir(home)",
