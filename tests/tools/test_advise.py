@@ -311,7 +311,7 @@ def test_what_is_chosen():
     # them does not.
     assert chosen(compute=30) == ("ring", "none")
     eight = dataclasses.replace(ask(compute=30), accumulate=8)
-    assert advice.choose(eight).bucket.compression == "int8"
+    assert advice.choose(eight).bucket.compression == "bf16"
     # On one node, Gloo is slower than the ring.
     alone = dataclasses.replace(ask(), cluster=cluster(4, 1))
     assert advice.choose(alone).bucket.algorithm == "stripes"
