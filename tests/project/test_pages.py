@@ -121,11 +121,11 @@ assert whole > 0 and alone > 0
 dist.barrier()
 if rank == 0:
     path.unlink()
-for part in (text.replace("(first, steps)", "(first, 20)"), text):
+for part in (text.replace("(first, steps)", "(first, 10)"), text):
     dist.barrier()
     pages.readers_own(rank)  # seeds the program's network
     exec(part)
-assert first == 20
+assert first == 10
 assert all(map(torch.equal, ended, net.parameters()))
 """
 
