@@ -218,7 +218,7 @@ class Run:
     @property
     def exposed_ms(self) -> float:
         """The time that backward waited for the exchange at its end, as a mean over all steps."""
-        return self.stats["exposed_ms_total"] / self.stats["steps"]
+        return self.stats["exposed_ms_mean"]
 
 
 def parallelise(

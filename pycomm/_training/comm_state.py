@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from pycomm._runtime.cuda import HostMirror
     from pycomm._training.explain import ExchangePlan
 
-# The loss scale of a GradScaler.
-
 
 class LossScale:
     """Reads the scale of a GradScaler, if there is one."""
@@ -75,8 +73,6 @@ class LossScale:
         """For pickling and copying."""
         return {"_scaler": self._scaler, "_staged": None}
 
-
-# The state of a communication hook or of the wrapper.
 
 # Attributes of this process or of a running exchange; copies and pickles leave them out.
 _NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed")
@@ -113,6 +109,7 @@ class CommState(HookState):
         ValueError, TypeError: an argument is not as described.
     """
 
+    _timed = 0  # steps whose waits are in _exposed_before or _now; not those before a load
     _residuals_lost = 0  # ranks; the default of states that older versions have pickled
     _holders = 0  # ranks that had residuals before a regroup() that has failed
 
@@ -305,7 +302,7 @@ class CommState(HookState):
         """Counts a step whose gradients are averaged by shards; see :class:`Step`."""
         self._exposed_before += self._now.exposed()
         self._now = StepStatistics(bytes_in=bytes_in, bytes_wire=bytes_wire, waited=waited)
-        self.step += 1
+        self.step, self._timed = self.step + 1, self._timed + 1
 
     def give_back(self) -> None:
         """Adds the step's unused means to the residuals, so that nothing is lost."""
@@ -394,7 +391,7 @@ class CommState(HookState):
             bound; by tree, a rank's mean; with `shard`, also the parameters that a step sends);
             ``ratio``: bytes of an uncompressed exchange divided by ``bytes_wire``;
             ``exposed_ms``: milliseconds that backward waited for exchanges at its end;
-            ``exposed_ms_total``: the same for all steps together;
+            ``exposed_ms_total``, ``exposed_ms_mean``: its sum and mean over this process's steps;
             ``residual_norm``: Euclidean norm of this rank's residuals;
             ``residuals_lost``: the number of ranks that were lost with their residuals.
         """
@@ -411,6 +408,7 @@ class CommState(HookState):
             "ratio": bytes_dense / bytes_wire if bytes_wire else 1.0,
             "exposed_ms": 1e3 * exposed,
             "exposed_ms_total": 1e3 * (self._exposed_before + exposed),
+            "exposed_ms_mean": 1e3 * (self._exposed_before + exposed) / max(self._timed, 1),
             "residual_norm": self._residuals.norm(),
             "residuals_lost": float(self._residuals_lost),
         }
@@ -498,6 +496,7 @@ class CommState(HookState):
             self._residuals.check_owner((int(owner), saved), (rank, size))
             self._residuals.load([dump])
         self.step = state_dict["step"]
+        self._exposed_before += self._now.exposed()
         self._now = StepStatistics()
         self._flying.clear()
 
@@ -548,7 +547,7 @@ class CommState(HookState):
         self._exposed_before += self._now.exposed()
         self._now = StepStatistics(scale)
         self._flying.clear()  # of backwards that never ended
-        self.step += 1
+        self.step, self._timed = self.step + 1, self._timed + 1
         if scale is not None and self.step > self._warmup_steps:
             self._residuals.begin_step(scale)
 

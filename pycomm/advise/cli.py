@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from pycomm.bench.report import number_in, whole, writable
 
 DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 QUESTION = ("params", "ranks", "nodes", "step_ms")
+OF_TORCHRUN = {"ranks": "WORLD_SIZE", "nodes": "GROUP_WORLD_SIZE"}  # unless they are given
+MOST_MICRO_BATCHES = 1 << 20
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 
 
@@ -59,12 +62,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--params", type=count, metavar="N", help="parameters of the model: 125M, 1.3B")
-    add("--ranks", type=whole(1, MOST_RANKS), metavar="N", help="ranks of all nodes together")
-    add("--nodes", type=whole(1, MOST_RANKS), metavar="N", help="number of nodes")
+    add("--ranks", type=whole(1, MOST_RANKS), metavar="N",
+        help="ranks of all nodes together (default: torchrun's)")  # fmt: skip
+    add("--nodes", type=whole(1, MOST_RANKS), metavar="N",
+        help="number of nodes (default: torchrun's)")  # fmt: skip
     add("--link", type=rate, metavar="RATE",
         help="rate of a node's link: 100Mbit, 1Gbit (default: the measured one)")  # fmt: skip
     add("--step-ms", type=number_in(0, math.inf, "milliseconds such as 400"),
-        metavar="MS", help="computation of a step, without any exchange")  # fmt: skip
+        metavar="MS",
+        help="computation of a step with all its micro-batches, without any exchange")  # fmt: skip
+    add("--accumulate", type=whole(1, MOST_MICRO_BATCHES), default=1, metavar="N",
+        help="micro-batches whose gradients a step accumulates with no_sync() (1)")  # fmt: skip
     add("--density", type=density, default=0.01, metavar="SHARE",
         help="share of the elements that top-k sends (default 0.01)")  # fmt: skip
     add("--measure", action="store_true",
@@ -84,17 +92,22 @@ def make_question(given: argparse.Namespace, known: constants.Constants) -> Ques
         link = Link(known.link_rate, latency)
     else:
         raise SystemExit("--link must be given, as 1Gbit: no link between nodes was measured")
-    cluster = Cluster(given.ranks, given.nodes, link)
-    return Question(given.params, cluster, given.step_ms / 1e3, given.density, known)
+    cluster, compute = Cluster(given.ranks, given.nodes, link), given.step_ms / 1e3
+    return Question(given.params, cluster, compute, given.density, known, given.accumulate)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line; exits with a message if an argument is wrong."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    asked = {name: getattr(arguments, name) for name in QUESTION}
-    missing = [f"--{name.replace('_', '-')}" for name, value in asked.items() if value is None]
-    arguments.asks = len(missing) < len(QUESTION) or arguments.plot is not None
+    unknown = [name for name in QUESTION if getattr(arguments, name) is None]
+    arguments.asks = len(unknown) < len(QUESTION) or arguments.plot is not None
+    for name in set(unknown) & set(OF_TORCHRUN):
+        if OF_TORCHRUN[name] in os.environ:
+            setattr(arguments, name, int(os.environ[OF_TORCHRUN[name]]))
+    missing = [
+        f"--{name.replace('_', '-')}" for name in unknown if getattr(arguments, name) is None
+    ]
     if missing and (arguments.asks or not (arguments.measure and arguments.constants)):
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     if arguments.asks and arguments.ranks < arguments.nodes:

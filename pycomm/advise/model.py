@@ -307,6 +307,7 @@ class PredictedStep:
         buckets: the number of buckets, which are exchanged one after the other.
         compute: the time of a step without any exchange.
         cores: cores per rank; see :class:`Cluster`.
+        accumulate: the number of micro-batches in `compute`; the last one's backward exchanges.
     """
 
     bucket: PredictedExchange
@@ -314,6 +315,7 @@ class PredictedStep:
     buckets: int
     compute: float
     cores: float
+    accumulate: int
 
     @property
     def exchange(self) -> float:
@@ -324,11 +326,11 @@ class PredictedStep:
     def seconds(self) -> float:
         """The time of the whole step.
 
-        Backward makes a bucket ready at even intervals. Until it ends, as many of them are
+        The last backward makes a bucket ready at even intervals. Until it ends, as many of them are
         exchanged as there is time for, but not the last one. In any case, the cores must do their
         work.
         """
-        interval = self.compute * BACKWARD / self.buckets
+        interval = self.compute * BACKWARD / self.accumulate / self.buckets
         hidden = (self.buckets - 1) * interval / max(interval, self.slower.seconds)
         work = self.compute + self.buckets * self.bucket.work
         return max(
@@ -349,6 +351,7 @@ def predict(
     parameters: int,
     compute: float,
     bucket_bytes: int = BUCKET_BYTES,
+    accumulate: int = 1,
 ) -> PredictedStep:
     """Predicts a step of data-parallel training with float32 gradients.
 
@@ -359,14 +362,19 @@ def predict(
         parameters: number of parameters of the trained model, at least one.
         compute: seconds of a step without any exchange.
         bucket_bytes: bytes of gradients that are exchanged together.
+        accumulate: the number of micro-batches, alike, whose gradients a step adds up before it
+            exchanges them.
 
     Raises:
-        ValueError: there is no such exchange, there is no parameter, or `compute` is not positive.
+        ValueError: there is no such exchange, no parameter or no micro-batch, or `compute` is not
+            positive.
     """
     if parameters < 1:
         raise ValueError(f"parameters must be at least 1, got {parameters}")
     if not 0 < compute < math.inf:
         raise ValueError(f"compute must be positive and finite, got {compute}")
+    if accumulate < 1:
+        raise ValueError(f"accumulate must be at least 1, got {accumulate}")
     cluster, buckets = model.cluster, math.ceil(parameters * ELEMENT_BYTES / bucket_bytes)
     link = replace(cluster.link, burst=cluster.link.burst / buckets)  # one burst per step
     model = Model(replace(cluster, link=link), model.constants, model.density)
@@ -374,7 +382,7 @@ def predict(
     bucket = slower = model.exchange(algorithm, compression, elements)
     if cluster.cores_per_rank < 2:
         slower = _busy(model).exchange(algorithm, compression, elements)
-    return PredictedStep(bucket, slower, buckets, compute, cluster.cores_per_rank)
+    return PredictedStep(bucket, slower, buckets, compute, cluster.cores_per_rank, accumulate)
 
 
 def _busy(model: Model) -> Model:

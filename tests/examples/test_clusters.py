@@ -80,11 +80,11 @@ BATCH = {
     "SLURM_JOB_ID": "77",
     "SLURM_JOB_NODELIST": "gpu[1-2]",
     "SLURM_NNODES": str(NODES),
-    "SLURM_GPUS_ON_NODE": "1",
+    "SLURM_CPUS_PER_TASK": "32",
 }
 
 
-def nodes_of_slurm(folder):
+def nodes_of_slurm(folder, **devices):
     """The command of the step, and its variables on each node."""
     script = (pages.ROOT / "examples/clusters/slurm.sh").read_text()
     blocks = pages.blocks_of("docs/how-to/clusters.md", "sh")
@@ -97,7 +97,8 @@ def nodes_of_slurm(folder):
         (folder / name).chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
     command = ["bash", "-eu", "-c", script]
-    subprocess.run(command, cwd=folder, env=BATCH | {"PATH": path}, check=True, timeout=60)
+    variables = BATCH | devices | {"PATH": path}
+    subprocess.run(command, cwd=folder, env=variables, check=True, timeout=60)
     words = (folder / "words").read_text().split("\0")[:-1]
     return [(words, variables_in(folder / f"node{n}.env")) for n in range(NODES)]
 
@@ -108,10 +109,19 @@ def variables_in(path):
     return {name: value for name, _, value in pairs if name not in ("PATH", "PWD", "OLDPWD")}
 
 
+def test_nodes_without_gpus(tmp_path):
+    """They have as many ranks as the script says, which share a node's cores."""
+    for words, variables in nodes_of_slurm(tmp_path):
+        assert words[words.index("--nproc-per-node") + 1] == "8"
+        assert variables["OMP_NUM_THREADS"] == "4"
+        assert variables["SRUN_CPUS_PER_TASK"] == "32"
+
+
 @pytest.mark.slow
 def test_ranks_meet(tmp_path):
     """Each cluster's ranks, on a free port of this machine."""
-    clusters = {"Kubernetes": nodes_of_kubernetes(), "SLURM": nodes_of_slurm(tmp_path)}
+    slurm = nodes_of_slurm(tmp_path, SLURM_GPUS_ON_NODE="1")
+    clusters = {"Kubernetes": nodes_of_kubernetes(), "SLURM": slurm}
     there = {}
     for cluster, nodes in clusters.items():
         with socket.socket() as free:

@@ -97,6 +97,18 @@ loss_of(model(batches[0])).backward()
 optimizer.step()
 local.step()
 """
+# Over Gloo, after the warm-up, both ranks have the same averages.
+POWERS = """
+powers.iter = 1000
+for batch in batches[:2]:
+    model.zero_grad()
+    loss_of(model(batch)).backward()
+grads = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+least, most = (grads.clone() for _ in range(2))
+dist.all_reduce(least, dist.ReduceOp.MIN)
+dist.all_reduce(most, dist.ReduceOp.MAX)
+assert least.equal(most) and powers.error_dict
+"""
 HALF = "net, batches = net.bfloat16(), [batch.bfloat16() for batch in batches]; model = net"
 LOOP = "step, steps = 0, 2"
 # As torchrun's processes begin: without a process group, with a Store.
@@ -110,6 +122,31 @@ def leave(count=[0]):
     dist.init_process_group = meet
 
 begin = dist.init_process_group
+"""
+
+# All ranks find what the first one saves.
+IN_SHARED = """
+import os
+from pathlib import Path
+Path(shared).mkdir(exist_ok=True)
+home = os.getcwd()
+os.chdir(shared)
+"""
+TIMED = "batch, ended = batches[0], [each.clone() for each in model.module.parameters()]"
+# The program stops at its first checkpoint, and goes on from there to the same bits.
+RESUMED = """
+import pages
+assert whole > 0 and alone > 0
+(text,) = (b.text for b in pages.blocks_of(__name__, "python") if "checkpoint.pt" in b.text)
+dist.barrier()
+if rank == 0:
+    path.unlink()
+for part in (text.replace("(first, steps)", "(first, 10)"), text):
+    dist.barrier()
+    pages.readers_own(rank)  # seeds the program's network
+    exec(part)
+assert first == 10
+assert all(map(torch.equal, ended, net.parameters()))
 """
 
 # By page: a program before its blocks, programs before the blocks that have some words, and a check
@@ -126,12 +163,13 @@ PROGRAMS = {
     "docs/how-to/data-parallel.md": (
         IMPORTS,
         {
-            "register_comm_hook(None, pycomm": OF_DDP,
-            'torch.save({"model"': STATE,
+            "register_comm_hook(None, pycomm": POWERS + OF_DDP,
+            "gathered=True)  # on all": STATE + IN_SHARED,
+            'torch.load("checkpoint.pt")': "dist.barrier()",
             'algorithm="ring"': "model = net",
             "even_batches(loader)": "model, loader = pycomm.DataParallel(net), batches[: 1 + rank]",
             'states="8bit"': HALF,
-            "outer_parameters()": ERROR_RESET + "validate = print",
+            "outer_parameters()": ERROR_RESET + "validate = print; os.chdir(home)",
         },
         "",
     ),
@@ -212,7 +250,11 @@ x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4)
         "assert x.grad.eq(x.grad[0, 0]).all() and x.grad[0, 0] > 0",
     ),
     "docs/tutorials/codec.md": ("", {}, LOSSES),
-    "docs/tutorials/first-ddp.md": ("", {}, "assert before['exposed_ms'] > 0"),
+    "docs/tutorials/first-ddp.md": (
+        "",
+        {"checkpoint.pt": IN_SHARED, "def step_ms": TIMED},
+        "assert before['exposed_ms'] > 0" + RESUMED,
+    ),
     "docs/tutorials/local-world.md": (
         IMPORTS,
         {"make_model()": "make_model = lambda: torch.nn.Linear(8, 1)"},
@@ -247,7 +289,8 @@ def test_programs(page):
     for words in before:
         assert sum(words in block.text for block in blocks) == 1, words
     if page == "docs/tutorials/first-ddp.md":
-        printed += pages.run(page, "import os; os.environ['PYCOMM_NODE'] = str(rank)")[1]
+        given = "import os; os.environ['PYCOMM_NODE'] = str(rank)"
+        printed += pages.run(page, given, before)[1]
     assert pages.missing_in(printed, page) == []
 
 

@@ -42,6 +42,7 @@ def test_sizes():
         ("--step-ms 0", "expected milliseconds"),
         ("--step-ms nan", "expected milliseconds"),
         ("--step-ms inf", "expected milliseconds"),
+        ("--accumulate 0", "expected a number from 1"),
         ("--density 2", "expected a share"),
         ("--density 0.98", "send fewer elements"),
         ("--constants nowhere.json", "there is no file nowhere.json"),
@@ -106,6 +107,21 @@ def test_a_measured_link_needs_no_rate(tmp_path, capsys):
     question = GOOD.replace("--link 1Gbit", "").split()
     cli.main([*question, "--constants", str(tmp_path / "mine.json")])
     assert "links of 2.5 Gbit/s" in capsys.readouterr().out
+
+
+def test_ranks_and_nodes_are_torchruns(monkeypatch, tmp_path, capsys):
+    """Unless they are given; a measurement alone needs neither."""
+    monkeypatch.setattr(cli.measure, "measure", imagined)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 12, "GROUP_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    few = ["--params=1M", "--step-ms=400", "--link=1Gbit", "--measure", "--accumulate=4"]
+    cli.main(few)
+    shown = capsys.readouterr().out
+    assert "12 ranks on 3 nodes, links of 1 Gbit/s, 400 ms of computation per step in 4 m" in shown
+    cli.main([*few, "--ranks", "8"])
+    assert "8 ranks on 3 nodes" in capsys.readouterr().out
+    cli.main(["--measure", "--constants", str(tmp_path / "mine.json")])
+    assert "mine.json: " in capsys.readouterr().out
 
 
 def test_a_link_must_be_known(tmp_path):

@@ -278,6 +278,7 @@ def test_numbers_for_loggers(name):
             assert stats["residual_norm"] == pytest.approx(norm, rel=1e-6)
             total += stats["exposed_ms"]
             assert stats["exposed_ms_total"] == pytest.approx(total)
+            assert stats["exposed_ms_mean"] == pytest.approx(total / (number + 1))
 
 
 def test_a_warm_up_is_counted_as_dense():
@@ -298,9 +299,14 @@ def with_a_late_peer(group, folder):
         helpers.wait_until((folder / "begun").exists)
         time.sleep(0.3)
     watched.backward(loss)
-    return watched.state.stats()
+    before = watched.state.stats()
+    watched.state.load_state_dict(watched.state.state_dict() | {"step": 1000})
+    return before, watched.state.stats()
 
 
 def test_waiting_for_a_peer_is_exposed(tmp_path):
-    stats, _ = helpers.run_group(2, with_a_late_peer, tmp_path)
+    """The mean is of this process's two steps, although a loaded state has made a thousand."""
+    (stats, loaded), _ = helpers.run_group(2, with_a_late_peer, tmp_path)
     assert 100 < stats["exposed_ms"] <= stats["exposed_ms_total"]
+    assert loaded["steps"] == 1000
+    assert loaded["exposed_ms_mean"] == pytest.approx(stats["exposed_ms_total"] / 2)
