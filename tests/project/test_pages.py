@@ -115,6 +115,7 @@ PROGRAMS = {
         },
         "",
     ),
+    "docs/how-to/frameworks.md": (GROUP, {}, "test_on_threads()\nreduce(torch.ones(2), tp)"),
     "docs/how-to/from-zero-and-fsdp.md": (GROUP, {}, ""),
     "docs/how-to/integrations.md": (
         GROUP,
