@@ -135,8 +135,7 @@ inline std::string timeout_text(std::uint64_t word, bool told_to_culprit, int pi
   if (told_to_culprit) {
     return waiting + "this rank, " + describe_rank(rank, pid) + ", and gave up before it came";
   }
-  return describe_rank(rank, pid) + " did not answer within the timeout: " + waiting +
-         "it";
+  return describe_rank(rank, pid) + " did not answer within the timeout: " + waiting + "it";
 }
 
 inline CollectiveError timeout(std::uint64_t word, bool told_to_culprit, int pid,
