@@ -215,7 +215,8 @@ def _complete(members: RendezvousResult, ranks: Sequence[int], options: _Options
 
 def _make(members: RendezvousResult, rank: int, ranks: Sequence[int], options: _Options) -> Group:
     staging_bytes = options.mine["settings"]["staging_bytes"]
-    made = make_group(members, rank, options.timeout, staging_bytes)
+    title = _title(ranks, options)
+    made = make_group(members, rank, options.timeout, staging_bytes, title)
     made.ranks = tuple(ranks)
     if len(made.nodes) == 1:
         _serve(made, members.everyone, options)
@@ -235,11 +236,23 @@ def _make(members: RendezvousResult, rank: int, ranks: Sequence[int], options: _
     return made
 
 
+def _title(ranks: Sequence[int], options: _Options) -> tuple[str, Sequence[int]]:
+    """What distinguishes a group of these ranks of the process group, and its world ranks."""
+    group = options.process_group
+    if group is None or (group is dist.group.WORLD and len(ranks) == dist.get_world_size()):
+        return "", () if group is None else ranks
+    from pycomm._runtime.subgroup import title_of
+
+    numbers = dist.get_process_group_ranks(group)
+    return title_of(group.group_desc, [numbers[rank] for rank in ranks])
+
+
 def _serve(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Options) -> None:
     """Lets a group on one node, and the groups it shrinks to, take CUDA tensors and grow."""
 
     def go_on(larger: Group, smaller: Group) -> None:
         left = [everyone[larger.ranks.index(number)] for number in smaller.ranks]
+        smaller._entitle(*_title(smaller.ranks, options))
         _serve(smaller, left, options)
 
     _connect_cuda(group, options)

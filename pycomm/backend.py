@@ -32,7 +32,7 @@ from pycomm._runtime import c10d, internode, log
 from pycomm._runtime.failure_detector import monitored_barrier
 from pycomm._runtime.lifetime import Nodes
 from pycomm._runtime.rendezvous import RendezvousResult, introduction, join
-from pycomm._runtime.subgroup import Subgroup
+from pycomm._runtime.subgroup import Subgroup, title_of
 from pycomm._runtime.torch_private import correct_shrunk_groups, named_process_group
 from pycomm.errors import ArgumentError, CollectiveError, GroupUnusable, PeerDied
 from pycomm.group import (
@@ -183,7 +183,8 @@ class _Ranks:
 
         members = join(store, self.rank, self.size, patience, introduce, listens=True)
         self._members = members
-        self._group = make_group(members, self.rank, self._timeout)
+        title = title_of("", self._seats) if self._seats else ("", ())
+        self._group = make_group(members, self.rank, self._timeout, title=title)
         self._take_cuda()
         if members.listener is not None:
             make = functools.partial(_make_smaller, self.rank, self._timeout)
@@ -340,7 +341,8 @@ class _Ranks:
         if not self._failed and (subgroup := self._take_subgroup()) is not None:
             self._failed = True
             try:
-                self._group = make_group(subgroup.join(), self.rank, self._timeout)
+                title = title_of(named_process_group(self._name).group_desc, self._seats)
+                self._group = make_group(subgroup.join(), self.rank, self._timeout, title=title)
             except BaseException as error:
                 # Frames may hold a group, which must leave the window before the rank departs.
                 traceback.clear_frames(error.__traceback__)

@@ -45,6 +45,7 @@ class CollectiveError(PycommError, dist.DistBackendError):
             on this rank.
         completed: operations up to this number are known to have succeeded on every rank; 0 if
             none is.
+        group: the :attr:`pycomm.Group.title` of the group; empty while the group is being made.
         report: what the ranks of this node did when this one gave up, and their last operations,
             with the parameters of buckets, and what this rank knew of other nodes; None if there is
             none. From Python 3.11 on, tracebacks show its text.
@@ -61,7 +62,9 @@ class CollectiveError(PycommError, dist.DistBackendError):
         completed: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(message)
+        self.group = "" if state is None else str(state["group"])
+        distinguished = f"; group {self.group}" if "(" in self.group else ""
+        super().__init__(message + distinguished)
         self.rank = rank
         self.pid = pid
         self.operation = operation

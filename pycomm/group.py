@@ -68,6 +68,10 @@ class Group:
             first ranks, and the i-th ranks of all nodes exchange with each other. 0 on one node.
         ranks: for each rank, its number in the group from which this one has shrunk, in one or more
             steps; for a new group or one that has grown, 0, 1, ...
+        world_ranks: for each rank, its number in torch.distributed's default process group; empty
+            if the ranks are threads, or the group has grown.
+        title: the name and, unless the group has all ranks, its process group's description and
+            its world ranks. Errors, logs and ``repr`` tell it.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Group:
         self.nodes = nodes.ranks
         self.stripes = nodes.stripes
         self.ranks = tuple(range(self.size))
+        self.world_ranks: tuple[int, ...]
         self._window = window
         self._pids, self._processes, self._cores = pids, processes, cores
         local = nodes.local
@@ -129,6 +134,13 @@ class Group:
         self._decides = len(self.nodes) == 1  # False for threads with simulated nodes
         _C.register_group(self.name, self._core)
         _open_groups.add(self)
+        self._entitle("", ())
+
+    def _entitle(self, told: str, world_ranks: Sequence[int]) -> None:
+        """Sets the world ranks and, in the title, what distinguishes the group from others."""
+        self.world_ranks = tuple(world_ranks)
+        self.title = f"{self.name} ({told})" if told else self.name
+        self._core.set_name(self.title)
 
     def empty(
         self,
@@ -608,7 +620,6 @@ class Group:
             return self
         self._hand_on_to(larger)
         self.close()
-        log.group_grown(larger, self)
         if not larger._core.usable():
             with contextlib.suppress(Timeout):  # then the caller can shrink it
                 return larger.shrink()
@@ -741,7 +752,7 @@ class Group:
         self.close()
 
     def __repr__(self) -> str:
-        return f"pycomm.Group({self.name!r}, rank={self.rank}, size={self.size})"
+        return f"pycomm.Group({self.title!r}, rank={self.rank}, size={self.size})"
 
 
 def _tell(
@@ -754,9 +765,13 @@ def _tell(
 
 
 def make_group(
-    members: RendezvousResult, rank: int, timeout: float, staging_bytes: int = DEFAULT_STAGING_BYTES
+    members: RendezvousResult,
+    rank: int,
+    timeout: float,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    title: tuple[str, Sequence[int]] = ("", ()),
 ) -> Group:
-    """Makes a group of ranks that know each other, without a CUDA side."""
+    """Makes a group of ranks that know each other, without a CUDA side; `title` as `_entitle`."""
     mine = members.everyone[rank]["settings"] if members.everyone else {}
     made = Group(
         members.window,
@@ -771,6 +786,7 @@ def make_group(
         members.port,
         mine.get("algorithms", ()),
     )
+    made._entitle(*title)
     log.group_made(
         made, members.cores, "NCCL for cuda, Gloo for the rest" if members.nccl else "Gloo"
     )

@@ -104,7 +104,7 @@ def send(
         tag: a number of 32 bits that tells messages apart.
         group: as in :func:`pycomm.all_reduce`.
         timeout: the longest time without progress, in seconds or as a timedelta; by default the
-            group's.
+            group's. After it the whole group has failed, on all ranks.
 
     Raises:
         ValueError, TypeError: an argument is not as described.

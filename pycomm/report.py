@@ -186,6 +186,7 @@ class Report:
             which that happened.
         ranks: the ranks that have joined, in order.
         nodes: what the rank that reports knows of other nodes.
+        group: the group's :attr:`pycomm.Group.title` in the process that reports.
     """
 
     time: float
@@ -193,6 +194,7 @@ class Report:
     failed: bool
     ranks: tuple[RankReport, ...]
     nodes: tuple[NodeReport, ...] = ()
+    group: str = ""
 
     @cached_property
     def late(self) -> tuple[int, ...]:

@@ -284,6 +284,7 @@ void bind_group(py::module_& m) {
       .def_property_readonly("unresponsive", &Group::unresponsive)
       .def_property_readonly("ended_by", &Group::ended_by)
       .def("raise_again", &Group::raise_again)
+      .def("set_name", &Group::set_name, py::arg("name"))
       .def(
           "trim", [](Group& group) { group.trim(check_signals); }, py::call_guard<WithoutGil>())
       .def("leave", &Group::leave, py::call_guard<WithoutGil>())

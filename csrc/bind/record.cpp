@@ -89,6 +89,7 @@ py::dict to_python(const GroupState& group) {
   made["failed"] = group.failed;
   made["ranks"] = ranks;
   made["nodes"] = nodes;
+  made["group"] = group.name;
   return made;
 }
 

@@ -15,7 +15,6 @@ void register_group(const std::string& name, const std::shared_ptr<cpu::Group>& 
   const std::lock_guard lock(mutex);
   std::erase_if(groups, [](const auto& entry) { return entry.second.expired(); });
   groups[name] = group;
-  group->set_name(name);
 }
 
 std::shared_ptr<cpu::Group> find_group(const std::string& name) {

@@ -107,7 +107,7 @@ inline CollectiveError ended(Reason reason, int rank, int pid, const std::string
 inline std::string failure_text(Reason reason, int rank, int pid) {
   const char* what =
       reason == Reason::peer_died   ? " died or left"
-      : reason == Reason::timeout   ? " did not answer within the timeout of the group"
+      : reason == Reason::timeout   ? " did not answer within the timeout"
       : reason == Reason::mismatch  ? " called another operation"
       : reason == Reason::malformed ? " sent something that is not a message of this group"
       : reason == Reason::returned  ? " has returned from its function and takes no further part"
@@ -135,8 +135,7 @@ inline std::string timeout_text(std::uint64_t word, bool told_to_culprit, int pi
   if (told_to_culprit) {
     return waiting + "this rank, " + describe_rank(rank, pid) + ", and gave up before it came";
   }
-  return describe_rank(rank, pid) + " did not answer within the timeout of the group: " + waiting +
-         "it";
+  return describe_rank(rank, pid) + " did not answer within the timeout: " + waiting + "it";
 }
 
 inline CollectiveError timeout(std::uint64_t word, bool told_to_culprit, int pid,

@@ -81,6 +81,7 @@ struct GroupState {
   bool failed = false;
   std::vector<RankState> ranks;
   std::vector<NodeState> nodes;  // the others
+  std::string name = {};         // of the group, in the process that asks
 };
 
 }  // namespace pycomm

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import IO
 
 import torch
 
-from pycomm._runtime import c10d_build, log
+from pycomm._runtime import c10d_build
 
 _OUTPUT_SHOWN = 4000  # characters of a failed compiler's output
 _UNFINISHED = ".unfinished"  # ends the name of a folder in which a module is being compiled
@@ -82,7 +84,10 @@ def _intact(path: Path) -> bool:
 
 def _lock(file: IO[str]) -> None:
     if not _try_lock(file):
-        log.backend_awaits_compiler(torch.__version__)
+        _tell(
+            "waiting for another process to compile the torch.distributed backend for torch "
+            f"{torch.__version__}"
+        )
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
@@ -109,7 +114,10 @@ def _remove_leftovers(path: Path) -> None:
 
 def _compile(path: Path) -> None:
     _check_tools()
-    log.backend_compiles(torch.__version__, str(path))
+    _tell(
+        f"compiling the torch.distributed backend for torch {torch.__version__}, for which pycomm "
+        f"was not installed: this takes half a minute or more, once ({path})"
+    )
     version, abi = torch.__version__, torch.compiled_with_cxx11_abi()
     command = c10d_build.compile_command(_TORCH, version, abi) + c10d_build.link_options(_TORCH)
     _remove_leftovers(path)
@@ -153,3 +161,11 @@ def _failure(reason: str) -> ImportError:
         "pycomm was installed for another torch, and its torch.distributed backend cannot be "
         f"compiled for torch {torch.__version__}: {reason}"
     )
+
+
+def _tell(text: str) -> None:
+    """Warns of a long wait, on stderr if the log goes nowhere."""
+    logger = logging.getLogger("pycomm")
+    logger.warning(text)
+    if not logger.isEnabledFor(logging.INFO):
+        print(f"pycomm: {text}", file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ import contextlib
 import errno
 import hmac
 import json
+import logging
 import re
 import secrets
 import socket
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 
 from pycomm._inputs import operation_of
-from pycomm._runtime import host, log
+from pycomm._runtime import host
 from pycomm._runtime.lifetime import Member
 from pycomm._runtime.rendezvous import build, introduction, set_up
 from pycomm._runtime.sockets import Acceptor, Connection, hosts_of, own_address
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
     from pycomm import _C
     from pycomm._runtime.rendezvous import RendezvousResult
+
+_log = logging.getLogger("pycomm.group")
 
 # The join server of a group: a port of its first rank, on which processes ask to join.
 
@@ -333,6 +336,14 @@ class Growth(Generic[Kind]):
                     return None
                 self._enter(group, larger)
                 failed.pop_all()
+            _log.warning(
+                "rank %d of %d: %s goes on as %s with %d more ranks",
+                larger.rank,
+                larger.size,
+                group.title,
+                larger.title,
+                larger.size - group.size,
+            )
             return larger
         finally:
             for connection in self._watched.values():
@@ -347,7 +358,7 @@ class Growth(Generic[Kind]):
             try:
                 news = self._invite(group, patience)
             except Exception as error:  # such as too many open files; the others wait for the news
-                log.not_grown(group, error)
+                _tell_not_grown(group, error)
                 news = {}
             if news or (self.address is not None and not self._told):
                 text = json.dumps({"door": self.address, **news}).encode()
@@ -408,7 +419,7 @@ class Growth(Generic[Kind]):
             members = set_up(store, group.rank, everyone, deadline, self._lost, listens=True)
             return self._make(members)
         except Exception as error:
-            log.not_grown(group, error)
+            _tell_not_grown(group, error)
             return None
         except BaseException:
             group.abort()  # the others wait for this rank's decision
@@ -480,6 +491,11 @@ def _enter(
         made.close()
         raise
     return made
+
+
+def _tell_not_grown(group: Member, error: Exception) -> None:
+    """Logs why a group has not grown although processes waited."""
+    _log.warning("rank %d: %s has not grown: %s", group.rank, group.title, error)
 
 
 def _broadcast(core: _C.Group, data: torch.Tensor) -> None:

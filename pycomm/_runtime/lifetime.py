@@ -65,6 +65,7 @@ class Member(Protocol):
     timeout: float
     staging_bytes: int
     name: str
+    title: str
     nodes: tuple[tuple[int, ...], ...]
     stripes: int
     ranks: tuple[int, ...]

@@ -72,29 +72,6 @@ def backend_stages(name: str, rank: int, what: str) -> None:
     )
 
 
-def _tell(text: str) -> None:
-    """Warns of a long wait, on stderr if the log goes nowhere."""
-    _pycomm.warning(text)
-    if not _pycomm.isEnabledFor(logging.INFO):
-        print(f"pycomm: {text}", file=sys.stderr, flush=True)
-
-
-def backend_compiles(torch_version: str, path: str) -> None:
-    """Warns that the first use of torch.distributed's backend takes long."""
-    _tell(
-        f"compiling the torch.distributed backend for torch {torch_version}, for which pycomm was "
-        f"not installed: this takes half a minute or more, once ({path})"
-    )
-
-
-def backend_awaits_compiler(torch_version: str) -> None:
-    """Warns that another process compiles torch.distributed's backend."""
-    _tell(
-        "waiting for another process to compile the torch.distributed backend for torch "
-        f"{torch_version}"
-    )
-
-
 def group_made(group: Member, cores: int, between: str) -> None:
     """Logs how a new group is made up.
 
@@ -115,7 +92,7 @@ def group_made(group: Member, cores: int, between: str) -> None:
         "timeout %g s",
         group.rank,
         group.size,
-        group.name,
+        group.title,
         nodes,
         spanning,
         group.staging_bytes / _MIB,
@@ -149,27 +126,10 @@ def group_shrunk(smaller: Member, larger: Member) -> None:
         "rank %d of %d: %s goes on as %s without ranks %s",
         smaller.rank,
         smaller.size,
-        larger.name,
-        smaller.name,
+        larger.title,
+        smaller.title,
         lost,
     )
-
-
-def group_grown(larger: Member, smaller: Member) -> None:
-    """Logs that a group has grown."""
-    _group.warning(
-        "rank %d of %d: %s goes on as %s with %d more ranks",
-        larger.rank,
-        larger.size,
-        smaller.name,
-        larger.name,
-        larger.size - smaller.size,
-    )
-
-
-def not_grown(group: Member, error: Exception) -> None:
-    """Logs why a group has not grown although processes waited."""
-    _group.warning("rank %d: %s has not grown: %s", group.rank, group.name, error)
 
 
 def cuda_made(group: Member, device: torch.device, transport: str, lanes: int) -> None:

@@ -13,11 +13,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pycomm._runtime.lifetime import Nodes
 from pycomm._runtime.rendezvous import RendezvousResult
 from pycomm.errors import GroupUnusable
+from pycomm.report import _listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from pycomm import _C
 
 _STATE = "state"  # key in the Store
+_LONGEST_LIST = 60  # of ranks in a title, in characters
 
 
 @dataclass(frozen=True)
@@ -125,3 +128,14 @@ class Subgroup:
         """
         found = self._store.compare_set(_STATE, word, new.word()).decode()
         return found, found == new.word()
+
+
+def title_of(description: str, world_ranks: Sequence[int]) -> tuple[str, Sequence[int]]:
+    """What errors tell of a group: its process group's description, and its ranks of the world."""
+    told = [description] if description not in ("", "default_pg", "undefined") else []
+    if len(world_ranks) < dist.get_world_size():
+        listed = _listed(world_ranks)
+        if len(listed) > _LONGEST_LIST:
+            listed = f"{len(world_ranks)} ranks, {world_ranks[0]} to {world_ranks[-1]},"
+        told.append(f"{listed} of the default process group")
+    return ", ".join(told), world_ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +38,11 @@ def set_up(timeout: float, in_threads: bool) -> Callable[[Member], None] | None:
 
     Returns:
         As :func:`join`.
+
+    Raises:
+        RuntimeError: the variables are a parent's, which is a rank and lives.
     """
+    _check_no_parent_has_them()
     deadline, patience = Deadline(timeout), timedelta(seconds=timeout)
     started = launched(in_threads)
     with deadline.guarding("every process joining torch.distributed"):
@@ -48,7 +53,27 @@ def set_up(timeout: float, in_threads: bool) -> Callable[[Member], None] | None:
     warn = join(store, rank, size, deadline)
     set_timeout(default_pg_timeout)
     store_of(process_group_of(None)).set_timeout(default_pg_timeout)
+    os.environ[_OWNER] = f"{os.getpid()} {_place()}"
     return warn
+
+
+_OWNER = "_PYCOMM_RANK"  # tells children which process is the rank that the variables describe
+
+
+def _place() -> str:
+    return " ".join(os.environ.get(name, "") for name in TORCHRUN)
+
+
+def _check_no_parent_has_them() -> None:
+    """Otherwise a child would wait for ranks that have met long ago."""
+    owner, _, place = os.environ.get(_OWNER, "").partition(" ")
+    started = "RANK" in os.environ and owner not in ("", str(os.getpid()))
+    if started and place == _place() and Path(f"/proc/{owner}").exists():
+        raise RuntimeError(
+            f"this process has inherited {', '.join(TORCHRUN)} from rank {os.environ['RANK']} (pid "
+            f"{owner}), which has a group already. For groups of its own, set other values; for a "
+            "group of one process, remove RANK and WORLD_SIZE"
+        )
 
 
 def launched(in_threads: bool = False) -> bool:

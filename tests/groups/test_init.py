@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import re
 import signal
 import socket
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import helpers
 import pytest
@@ -21,8 +23,10 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm._runtime import rendezvous, torch_distributed
+from pycomm._runtime.subgroup import title_of
 
 SCRIPT = """
+import os
 import torch, pycomm
 group = pycomm.init()
 rank = torch.distributed.get_rank()
@@ -31,6 +35,7 @@ y = pycomm.all_reduce(x.clone(), group=group)
 pycomm.all_reduce(x)
 assert x.tolist() == y.tolist() == [6.0] * 1000, (x, y)
 assert pycomm.default_group().size == 3
+assert os.environ["_PYCOMM_RANK"].split()[:2] == [str(os.getpid()), str(rank)]
 print(f"rank {rank} is fine", flush=True)
 """
 
@@ -49,6 +54,62 @@ def test_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     # They write at once, so lines may run into each other.
     assert sorted(re.findall(r"rank (\d) is fine", done.stdout)) == ["0", "1", "2"]
+
+
+def test_a_child_with_its_parents_variables(monkeypatch):
+    """Such a child would wait for ranks that have met without it."""
+    place = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    check = torch_distributed._check_no_parent_has_them
+    monkeypatch.setenv("_PYCOMM_RANK", f"{os.getppid()} 1 3 127.0.0.1 29")
+    with pytest.raises(RuntimeError, match=rf"from rank 1 \(pid {os.getppid()}\)"):
+        pycomm.init()
+    with monkeypatch.context() as changed:
+        changed.setenv("MASTER_PORT", "30")
+        check()
+    with monkeypatch.context() as changed:
+        changed.delenv("RANK")
+        check()
+    monkeypatch.setenv("_PYCOMM_RANK", f"{os.getpid()} 1 3 127.0.0.1 29")
+    check()
+    monkeypatch.setenv("_PYCOMM_RANK", "0 1 3 127.0.0.1 29")  # no process has this number
+    check()
+
+
+def sub_group_without_a_rank(rank, size, store):
+    helpers.join_world(rank, size, store)
+    pair = dist.new_group([1, 2], group_desc="tp")
+    if rank == 0:
+        return None
+    group = pycomm.init(pair, timeout=20)
+    if rank == 2:
+        group.close()
+        return group.title
+    with pytest.raises(pycomm.PeerDied, match=r"^rank 1 ") as caught:
+        pycomm.barrier(group=group)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert error.group == error.report.group == group.title
+    assert str(error).endswith(f"; group {group.title}")
+    assert repr(group) == f"pycomm.Group({group.title!r}, rank=0, size=2)"
+    assert group.world_ranks[error.rank] == 2
+    survivor = group.shrink()
+    assert survivor.world_ranks == (1,)
+    assert survivor.title == f"{survivor.name} (tp, rank 1 of the default process group)"
+    return group.title
+
+
+def test_errors_tell_which_group():
+    first, *titles = helpers.run_ranks(3, sub_group_without_a_rank)
+    told = "pycomm:0 (tp, ranks 1, 2 of the default process group)"
+    assert (first, titles) == (None, [told, told])
+
+
+def test_titles_of_large_groups():
+    with mock.patch.object(dist, "get_world_size", return_value=1024):
+        title, ranks = title_of("mesh_dp", range(0, 1024, 8))
+    assert title == "mesh_dp, 128 ranks, 0 to 1016, of the default process group"
+    assert ranks == range(0, 1024, 8)
 
 
 @pytest.mark.parametrize("timeout", [0, -3])

@@ -50,6 +50,24 @@ def value_of(module, value):
     return getattr(value, "__module__", "") == module.__name__
 
 
+def test_attributes_are_listed():
+    """Of groups and of errors, which are set in constructors."""
+    with pycomm.LocalWorld(1) as world:
+        of_groups = public_attributes(world.groups[0])
+    listed = [set(re.findall(r"`(\w+)`", line)) for line in re.findall(r".*ttributes: .*", PAGE)]
+    assert listed == [of_groups, public_attributes(pycomm.Timeout(""))]
+
+
+def public_attributes(thing):
+    return {name for name in vars(thing) if not name.startswith("_")}
+
+
+def test_names_of_samples_are_listed():
+    page = (ROOT / "docs/how-to/frameworks.md").read_text()
+    lists = re.findall(r"^- of (?:operations|ranks|memory): ((?:.|\n  )*)", page, re.MULTILINE)
+    assert [*re.findall(r"`(\w+)`", "".join(lists))] == [*pycomm.exporters._HELP]
+
+
 def test_every_kind_of_error_is_listed():
     """Of those that pycomm raises and does not catch itself, apart from the commands' exits."""
     raised = set()

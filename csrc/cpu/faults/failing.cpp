@@ -115,7 +115,7 @@ std::string Comm::disagreement(std::uint64_t word) const {
 
 GroupState Comm::state(std::size_t most, bool only_own) const {
   const TickScale scale = TickScale::now();
-  GroupState group{scale.time(), size_, aborted() != 0, {}, {}};
+  GroupState group{scale.time(), size_, aborted() != 0, {}, {}, membership_.name()};
   if (other_nodes_ && !only_own) group.nodes = other_nodes_();
   for (int r = 0; r < size_; ++r) {
     if (only_own && r != rank_) continue;

@@ -52,6 +52,11 @@ void Membership::set_name(std::string name) {
   name_ = std::move(name);
 }
 
+std::string Membership::name() const {
+  const std::lock_guard lock(mutex);
+  return name_;
+}
+
 void Membership::tell(int r, Collective collective, std::uint32_t ordinal) {
   Wait wait{peers_->number(r), peers_->pid(r), collective, ordinal, window_->id(), false, 0};
   const std::lock_guard lock(mutex);

@@ -30,6 +30,7 @@ class Membership {
 
   // Sets the group's name in this process.
   void set_name(std::string name);
+  std::string name() const;
 
   // Records that this rank waits for rank r in an operation of this group. The first recorded wait
   // stays until it has ended.

@@ -106,7 +106,7 @@ void times_out() {
   PYCOMM_CHECK(ranks.hosts[1].abort_word() != 0,
                "the others learn of it without a call of rank 0's");
   fails([&] { ranks.groups[0]->check(); }, Reason::timeout, 1,
-        kRank1 + " did not answer within the timeout of the group: rank 0 waited 0.2 s for it");
+        kRank1 + " did not answer within the timeout: rank 0 waited 0.2 s for it");
   fails([&] { ranks.run(1); }, Reason::timeout, 1,
         "rank 0 waited 0.2 s for this rank, " + kRank1 + ", and gave up before it came");
   for (int r = 0; r < 2; ++r) refuses_work(ranks, r);
