@@ -173,16 +173,12 @@ PROGRAMS = {
         },
         "",
     ),
-<<<<<<< HEAD
+    "docs/how-to/frameworks.md": (GROUP, {}, "test_on_threads()\nreduce(torch.ones(2), tp)"),
     "docs/how-to/from-zero-and-fsdp.md": (
         GROUP,
         {"def train(steps, to": "folder = shared"},
         RESUMED,
     ),
-=======
-    "docs/how-to/frameworks.md": (GROUP, {}, "test_on_threads()\nreduce(torch.ones(2), tp)"),
-    "docs/how-to/from-zero-and-fsdp.md": (GROUP, {}, ""),
->>>>>>> framework
     "docs/how-to/integrations.md": (
         GROUP,
         {
