@@ -106,6 +106,14 @@ def _c10d() -> Any:
     return module
 
 
+def _description(name: str) -> str:
+    """What the program calls a process group; empty for one that torch does not know by name."""
+    try:
+        return str(named_process_group(name).group_desc)
+    except RuntimeError:  # a process group's own split_group() has made it
+        return ""
+
+
 class _World:
     """The default group, whose window serves smaller groups of its ranks.
 
@@ -341,7 +349,7 @@ class _Ranks:
         if not self._failed and (subgroup := self._take_subgroup()) is not None:
             self._failed = True
             try:
-                title = title_of(named_process_group(self._name).group_desc, self._seats)
+                title = title_of(_description(self._name), self._seats)
                 self._group = make_group(subgroup.join(), self.rank, self._timeout, title=title)
             except BaseException as error:
                 # Frames may hold a group, which must leave the window before the rank departs.

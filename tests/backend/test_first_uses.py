@@ -131,10 +131,10 @@ def destroy_during(name, group):
     owner = pycomm.backend if name == "make_group" else Subgroup
     whole, reached, go_on = getattr(owner, name), threading.Event(), threading.Event()
 
-    def stop_here(*args):
+    def stop_here(*args, **options):
         reached.set()
         go_on.wait(30)
-        return whole(*args)
+        return whole(*args, **options)
 
     errors = []
     setattr(owner, name, stop_here)

@@ -66,7 +66,7 @@ def test_failures_between_nodes_end_in_time():
     """Within the timeout and the seconds that the pages tell, if no wait is a chain of rounds."""
     waits = sum(constant(LINK, name) for name in ("kGrace", "kFarewells", "kFarewellsOfBlameless"))
     told = {
-        "docs/how-to/clusters.md": r"within the group's timeout and (\d) seconds",
+        "docs/how-to/clusters.md": r"within the timeout and (\d) seconds",
         "docs/tutorials/tour.md": r"within the timeout and (\d) seconds",
         "docs/explanation/between-nodes.md": r"within the timeout plus (\d) seconds",
     }

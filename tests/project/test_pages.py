@@ -134,7 +134,7 @@ os.chdir(shared)
 """
 TIMED = "batch, ended = batches[0], [each.clone() for each in model.module.parameters()]"
 # The program stops at its first checkpoint, and goes on from there to the same bits.
-RESUMED = """
+FROM_CHECKPOINT = """
 import pages
 assert whole > 0 and alone > 0
 (text,) = (b.text for b in pages.blocks_of(__name__, "python") if "checkpoint.pt" in b.text)
@@ -254,7 +254,7 @@ x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4)
     "docs/tutorials/first-ddp.md": (
         "",
         {"checkpoint.pt": IN_SHARED, "def step_ms": TIMED},
-        "assert before['exposed_ms'] > 0" + RESUMED,
+        "assert before['exposed_ms'] > 0" + FROM_CHECKPOINT,
     ),
     "docs/tutorials/local-world.md": (
         IMPORTS,
