@@ -153,7 +153,10 @@ def _meet(
 
     with _joining[prefix]:
         members = rendezvous.join(store, rank, size, timeout, introduce, listens=True)
-        options = _Options(process_group, rank, members.everyone[rank], timeout, max_blocks)
+        described = "" if process_group is dist.group.WORLD else process_group.group_desc
+        world = described, dist.get_process_group_ranks(process_group), dist.get_world_size()
+        mine = members.everyone[rank]
+        options = _Options(process_group, rank, mine, timeout, max_blocks, world)
         made = _complete(members, range(size), options)
     found = [member["surroundings"] for member in members.everyone]
     if found[0]["asks"] or any(each != found[0] for each in found):
@@ -194,6 +197,8 @@ class _Options:
         mine: the introduction of this rank.
         timeout: seconds that an operation may take.
         max_blocks: the largest number of thread blocks on a GPU.
+        world: the process group's description, its world ranks and the size of the world, from
+            then, because torch.distributed may end before the group.
     """
 
     process_group: dist.ProcessGroup | None
@@ -201,6 +206,7 @@ class _Options:
     mine: Mapping[str, Any]
     timeout: float
     max_blocks: int
+    world: tuple[str, Sequence[int], int] = "", (), 0
 
 
 def _complete(members: RendezvousResult, ranks: Sequence[int], options: _Options) -> Group:
@@ -238,13 +244,13 @@ def _make(members: RendezvousResult, rank: int, ranks: Sequence[int], options: _
 
 def _title(ranks: Sequence[int], options: _Options) -> tuple[str, Sequence[int]]:
     """What distinguishes a group of these ranks of the process group, and its world ranks."""
-    group = options.process_group
-    if group is None or (group is dist.group.WORLD and len(ranks) == dist.get_world_size()):
-        return "", () if group is None else ranks
+    description, numbers, size = options.world
+    world_ranks = [numbers[rank] for rank in ranks] if numbers else []
+    if not description and len(world_ranks) in (0, size):
+        return "", world_ranks
     from pycomm._runtime.subgroup import title_of
 
-    numbers = dist.get_process_group_ranks(group)
-    return title_of(group.group_desc, [numbers[rank] for rank in ranks])
+    return title_of(description, world_ranks, size)
 
 
 def _serve(group: Group, everyone: Sequence[Mapping[str, Any]], options: _Options) -> None:

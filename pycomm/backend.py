@@ -191,7 +191,7 @@ class _Ranks:
 
         members = join(store, self.rank, self.size, patience, introduce, listens=True)
         self._members = members
-        title = title_of("", self._seats) if self._seats else ("", ())
+        title = title_of("", self._seats, dist.get_world_size()) if self._seats else ("", ())
         self._group = make_group(members, self.rank, self._timeout, title=title)
         self._take_cuda()
         if members.listener is not None:
@@ -349,7 +349,7 @@ class _Ranks:
         if not self._failed and (subgroup := self._take_subgroup()) is not None:
             self._failed = True
             try:
-                title = title_of(_description(self._name), self._seats)
+                title = title_of(_description(self._name), self._seats, dist.get_world_size())
                 self._group = make_group(subgroup.join(), self.rank, self._timeout, title=title)
             except BaseException as error:
                 # Frames may hold a group, which must leave the window before the rank departs.

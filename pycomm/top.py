@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from pycomm import _C
+from pycomm._runtime.torch_distributed import WINDOW_FILE
 from pycomm.report import RankReport, Report, make_report
 from pycomm.tracing import OperationLog, TracePart, make_trace, next_pause, write_trace
 
-_FILE = "/memfd:pycomm (deleted)"
 _LONGEST = 3600.0  # seconds between updates
 _OPERATIONS = 64  # of each rank, for rates and lateness
 
@@ -86,7 +86,7 @@ def _all_pids() -> list[int]:
 def _mapped(pid: int) -> set[Place]:
     """The beginnings of a process's mappings of windows' files."""
     lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
-    fields = [line.split(maxsplit=5) for line in lines if line.endswith(_FILE)]
+    fields = [line.split(maxsplit=5) for line in lines if line.endswith(WINDOW_FILE)]
     return {(int(inode), int(offset, 16)) for _, _, offset, _, inode, _ in fields}
 
 
@@ -94,7 +94,7 @@ def _open(pid: int, place: Place) -> _C.WindowReader:
     inode, position = place
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            if str(link.readlink()) != _FILE or link.stat().st_ino != inode:
+            if str(link.readlink()) != WINDOW_FILE or link.stat().st_ino != inode:
                 continue
             fd = os.open(link, os.O_RDONLY)
             try:

@@ -230,7 +230,7 @@ void Endpoint::check(const Operation& operation, const void* input) const {
       operation.algorithm != Algorithm::multicast || impl_->options.multicast != 0,
       "algorithm must be auto, one_shot, two_shot, ring or tree in this group, got multicast: "
       "its windows have no multicast address. They have one if the ranks are processes on GPUs "
-      "of different numbers behind NVSwitch, with TORCH_SYMM_MEM_DISABLE_MULTICAST=0 in their "
+      "of different numbers behind NVSwitch, with PYCOMM_MULTICAST=1 in their "
       "environment before the group's first operation on CUDA");
   if (operation.codec.kind != CodecKind::topk) return;
   const WindowLayout& layout = impl_->layout;

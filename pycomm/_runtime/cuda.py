@@ -479,11 +479,14 @@ CROWDED_STAGING_BYTES = 256 << 20
 MESSAGE_BYTES = 8 << 20  # per rank, for pieces of messages
 
 # Variables that torch reads when it makes symmetric memory. The setup of multicast fails or hangs
-# on some machines, so ranks must ask for it, by a 0. Torch refuses two ranks on GPUs of the same
-# number, but numbers depend on each process's CUDA_VISIBLE_DEVICES. Told to allow them, it sets up
-# no multicast.
-DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-SYMMETRIC_MEMORY = {DISABLE_MULTICAST: "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+# on some machines, so ranks must ask for it. Torch refuses two ranks on GPUs of the same number,
+# but numbers depend on each process's CUDA_VISIBLE_DEVICES. Told to allow them, it sets up no
+# multicast.
+MULTICAST = "PYCOMM_MULTICAST"
+SYMMETRIC_MEMORY = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+}
 
 
 def _lanes(max_blocks: int, device: torch.device, ranks_here: int) -> int:
@@ -639,7 +642,7 @@ def _symmetric_windows(
     if not _all_agree(group, not why):
         return None, why or elsewhere
     memory = handle = None
-    asked = _gather(group, device.index if os.environ.get(DISABLE_MULTICAST) == "0" else -1)
+    asked = _gather(group, device.index if os.environ.get(MULTICAST) == "1" else -1)
     multicast = -1 not in asked and len(set(asked)) == group.size
     with environment(dict.fromkeys(SYMMETRIC_MEMORY, "0") if multicast else SYMMETRIC_MEMORY):
         try:

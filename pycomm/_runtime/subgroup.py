@@ -13,7 +13,6 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pycomm._runtime.lifetime import Nodes
@@ -130,10 +129,12 @@ class Subgroup:
         return found, found == new.word()
 
 
-def title_of(description: str, world_ranks: Sequence[int]) -> tuple[str, Sequence[int]]:
+def title_of(
+    description: str, world_ranks: Sequence[int], world_size: int
+) -> tuple[str, Sequence[int]]:
     """What errors tell of a group: its process group's description, and its ranks of the world."""
     told = [description] if description not in ("", "default_pg", "undefined") else []
-    if len(world_ranks) < dist.get_world_size():
+    if len(world_ranks) < world_size:
         listed = _listed(world_ranks)
         if len(listed) > _LONGEST_LIST:
             listed = f"{len(world_ranks)} ranks, {world_ranks[0]} to {world_ranks[-1]},"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from datetime import timedelta
@@ -57,6 +58,7 @@ def set_up(timeout: float, in_threads: bool) -> Callable[[Member], None] | None:
     return warn
 
 
+WINDOW_FILE = "/memfd:pycomm (deleted)"  # the window of a group, among a process's descriptors
 _OWNER = "_PYCOMM_RANK"  # tells children which process is the rank that the variables describe
 
 
@@ -68,12 +70,22 @@ def _check_no_parent_has_them() -> None:
     """Otherwise a child would wait for ranks that have met long ago."""
     owner, _, place = os.environ.get(_OWNER, "").partition(" ")
     started = "RANK" in os.environ and owner not in ("", str(os.getpid()))
-    if started and place == _place() and Path(f"/proc/{owner}").exists():
+    if started and place == _place() and _has_groups(owner):
         raise RuntimeError(
             f"this process has inherited {', '.join(TORCHRUN)} from rank {os.environ['RANK']} (pid "
             f"{owner}), which has a group already. For groups of its own, set other values; for a "
             "group of one process, remove RANK and WORLD_SIZE"
         )
+
+
+def _has_groups(pid: str) -> bool:
+    """True if a process has open groups; its descriptors show their windows."""
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if str(file.readlink()) == WINDOW_FILE:
+                    return True
+    return False
 
 
 def launched(in_threads: bool = False) -> bool:

@@ -193,7 +193,8 @@ def gathered(
         check_rank("to", to, group.size)
     made: State = {}
     added = _storage.added_to(state)
-    for name, tensor in state.items():
+    for name in sorted(state):  # in the same order on all ranks
+        tensor = state[name]
         if name == "step" or name in added:
             made[name] = tensor
         elif name.endswith(_storage.SCALE):
@@ -202,7 +203,7 @@ def gathered(
             )
         else:
             made[name] = part.gather(tensor, param, to=to)
-    return made if to in (None, group.rank) else None
+    return {name: made[name] for name in state} if to in (None, group.rank) else None
 
 
 def check_groups(
@@ -560,8 +561,9 @@ class AdoptedParts(Adopted):
                 f"{'all' if part is None else 'parts'} of {', '.join(sorted(kept))}: load "
                 "state_dict() of the optimizer that made the parts, or give both the same options"
             )
-        for name in kept:
-            value = saved[name]
+        for name, value in saved.items():  # in the order of all ranks
+            if name not in kept:
+                continue
             if name == "step":
                 self._state[name] = value.detach().to(param.device, torch.float32, copy=True)
                 continue

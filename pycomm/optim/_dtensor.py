@@ -248,8 +248,9 @@ def to_save(param: Any, state: Mapping[str, Any]) -> State:
     """A DTensor's state for a checkpoint, which other meshes may load.
 
     It has torch's names. 8-bit states become fp32, because other meshes have other blocks. Roots of
-    second moments become fp32, too. Loading gives the same bits. Remainders become fp32 weights,
-    because collectives do not take their type.
+    second moments become fp32, too. Loading gives the same bits, but for 8-bit blocks whose largest
+    element was rounded down. Remainders become fp32 weights, because collectives do not take their
+    type.
     """
     own = local_state(state)
     made: State = {}

@@ -176,7 +176,7 @@ def reduce_in_every_way(group: pycomm.Group) -> None:
 
 def reduce_in_the_switch(group: pycomm.Group) -> None:
     x = torch.full((4099,), float(group.rank), device="cuda")
-    if os.environ.get(cuda.DISABLE_MULTICAST) != "0" or not gpu_ranks.has_multicast():
+    if os.environ.get(cuda.MULTICAST) != "1" or not gpu_ranks.has_multicast():
         with pytest.raises(ValueError, match=r"algorithm must be .*no multicast address"):
             pycomm.all_reduce(x, algorithm="multicast", group=group)
         with pytest.raises(ValueError, match=r"algorithm must be .*no multicast address"):

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import helpers
 import pytest
@@ -57,12 +56,17 @@ def test_under_torchrun(tmp_path):
 
 
 def test_a_child_with_its_parents_variables(monkeypatch):
-    """Such a child would wait for ranks that have met without it."""
+    """Such a child would wait for ranks that have met without it, unless these have ended."""
+    window = os.memfd_create("pycomm")  # as a group's, see test_top.py
+    assert torch_distributed._has_groups(str(os.getpid()))
+    os.close(window)
     place = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     check = torch_distributed._check_no_parent_has_them
     monkeypatch.setenv("_PYCOMM_RANK", f"{os.getppid()} 1 3 127.0.0.1 29")
+    check()  # the parent is no rank
+    monkeypatch.setattr(torch_distributed, "_has_groups", str(os.getppid()).__eq__)
     with pytest.raises(RuntimeError, match=rf"from rank 1 \(pid {os.getppid()}\)"):
         pycomm.init()
     with monkeypatch.context() as changed:
@@ -93,6 +97,7 @@ def sub_group_without_a_rank(rank, size, store):
     assert str(error).endswith(f"; group {group.title}")
     assert repr(group) == f"pycomm.Group({group.title!r}, rank=0, size=2)"
     assert group.world_ranks[error.rank] == 2
+    dist.destroy_process_group()  # which a group does not need any more
     survivor = group.shrink()
     assert survivor.world_ranks == (1,)
     assert survivor.title == f"{survivor.name} (tp, rank 1 of the default process group)"
@@ -106,8 +111,7 @@ def test_errors_tell_which_group():
 
 
 def test_titles_of_large_groups():
-    with mock.patch.object(dist, "get_world_size", return_value=1024):
-        title, ranks = title_of("mesh_dp", range(0, 1024, 8))
+    title, ranks = title_of("mesh_dp", range(0, 1024, 8), 1024)
     assert title == "mesh_dp, 128 ranks, 0 to 1016, of the default process group"
     assert ranks == range(0, 1024, 8)
 

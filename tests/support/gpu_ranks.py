@@ -44,7 +44,7 @@ def member(
         torch.cuda.set_device(rank % len(gpus))
     if layout == PINNED:
         mock.patch.object(cuda, "_denied", return_value="a test says so").start()
-    asks = {cuda.DISABLE_MULTICAST: "0"} if layout == MULTICAST else {}
+    asks = {cuda.MULTICAST: "1"} if layout == MULTICAST else {}
     asking = mock.patch.dict(os.environ, asks)
     with asking, helpers.member(rank, size, store, timeout=60, **options) as group:
         pycomm.all_reduce(torch.ones(1, device="cuda"), group=group)  # connects

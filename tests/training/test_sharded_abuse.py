@@ -2,14 +2,17 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import sharding
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import pycomm
 from pycomm import optim
+from pycomm.optim import _storage
 
 STAGES = ["optimizer", "gradients"]
 both_stages = pytest.mark.parametrize("stage", STAGES)
@@ -374,5 +377,31 @@ def test_what_a_program_adds_to_states_stays_whole(world, stage, replicas):
         seen.append(holds(states()))
         step(model, optimizer, group.rank, 2)
         return [*seen, holds(states())]
+
+    assert all(map(all, world(2).run(body)))
+
+
+def test_ranks_gather_loaded_states_in_one_order(world, monkeypatch):
+    """Sets of names have another order in each process, whose hashes differ."""
+
+    class Names(frozenset):
+        def __iter__(self):
+            return iter(sorted(super().__iter__(), reverse=self_rank.value == 1))
+
+    self_rank, names = threading.local(), _storage.stored_names
+    monkeypatch.setattr(_storage, "stored_names", lambda *args: Names(names(*args)))
+
+    def body(group):
+        self_rank.value = group.rank
+        model, optimizer = make(group, "optimizer")
+        step(model, optimizer, group.rank, 0)
+        before = optimizer.state_dict()
+        set_optimizer_state_dict(model, optimizer, optimizer.sharded_state_dict(model))
+        after = optimizer.state_dict()
+        return [
+            torch.equal(value, after["state"][number][name])
+            for number, state in before["state"].items()
+            for name, value in state.items()
+        ]
 
     assert all(map(all, world(2).run(body)))

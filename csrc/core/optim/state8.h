@@ -16,9 +16,11 @@
 // moment above zero never becomes zero, because steps are divided by its root. If A is subnormal, the
 // block becomes zero. If a value is not finite, A is NaN, and so is every decoded element.
 //
-// The expectation of a decoded value is the value within some millionths. Of an element's random bits, first
-// moments take the low half, and second moments the high 23 bits: the high half, and 7 more that hardly
-// matter. Encoders take the root of v, which a GPU has from the update.
+// The expectation of a decoded m is m within a 2^17th of the distance of the neighbouring codes, and
+// of a decoded v within two millionths of v. Of an element's random bits, first moments take the low
+// half, and second moments the high 23 bits: the high half, and 7 more that hardly matter. Encoders
+// take the root of v, which a GPU has from the update. The largest element itself may be rounded to
+// the code below: m in one of 2^16 steps.
 //
 // 8 + 32 / 256 bits per element. There is no lookup table: every processor computes the same bits.
 #pragma once
@@ -40,8 +42,8 @@ struct State8Scale {
   float factor;
 };
 
-// So much above the least A, and below the largest, that neither the factor nor its use overflows. A
-// hair less than 127 squared: the largest magnitude, with the roundings on its way, is no more.
+// Neither the factor for the least A nor a product with it overflows. A hair less than 127 squared: the
+// largest magnitude, with the roundings on its way, is no more.
 inline constexpr float kSignedSquare = (16129.0f - 0x1p-8f) * 0x1p-12f;
 inline constexpr float kUnsignedSquare = 4.0f * 65025.0f;
 

@@ -102,8 +102,9 @@ template <Role role, class... Bits>
 PYCOMM_HD std::uint8_t encode_one(float value, float factor, Bits... bits) {
   if constexpr (role == Role::second_moment) {
     const std::uint32_t code = encode_unsigned(std::sqrt(value), factor, bits...);
-    // Zero gets 1, too. (With "?", all this would be a branch, and the loop would not vectorise.)
-    return static_cast<std::uint8_t>(code - static_cast<std::uint32_t>(value == 0.0f));
+    // Zero, and what is below, gets 1, too. (With "?", all this would be a branch, and the loop would
+    // not vectorise.)
+    return static_cast<std::uint8_t>(code - static_cast<std::uint32_t>(!(value > 0.0f)));
   } else {
     return static_cast<std::uint8_t>(encode_signed(value, factor, bits...));
   }

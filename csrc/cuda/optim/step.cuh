@@ -28,7 +28,6 @@ enum class Form : std::uint8_t { any, fp32, bf16, split, master };
 struct SegmentCursor {
   Segment segment;
   std::int32_t begin, end;  // tiles
-  std::int32_t grad_size;   // bytes of a gradient
   double step;
   float scale;  // of gradients
   Form weights;
@@ -70,7 +69,6 @@ __device__ inline bool same_states(const Segment& s, int states) {
 __device__ inline void look_around(SegmentCursor& cursor, int states, bool stochastic) {
   const Segment& segment = cursor.segment;
   cursor.step = *segment.step + 1.0;
-  cursor.grad_size = static_cast<std::int32_t>(size_of(segment.grad_storage));
   cursor.weights = same_states(segment, states) ? form_of(segment) : Form::any;
   cursor.states = segment.state_storage[0];
   const bool bare = segment.master_storage == Storage::none;

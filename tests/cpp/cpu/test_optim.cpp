@@ -352,7 +352,7 @@ void errors_of_codes() {
 }
 
 // The mean of what a number may become is the number: over all fractions for first moments, over every
-// 512th for second ones. This is finer than check_fair(): a 2^-14th of the distance of the neighbours.
+// 128th for second ones. This is finer than check_fair(): a 2^-14th of the distance of the neighbours.
 void codes_keep_the_mean() {
   std::mt19937 random(0);
   constexpr std::uint32_t kFractions = 0x10000u;

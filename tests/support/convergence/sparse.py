@@ -1,9 +1,9 @@
-"""``python -m convergence.sparse [TASK]``: what top-k costs in loss, per optimizer and setting.
+"""``python -m convergence.sparse [STUDY]``: what top-k and int8 cost in loss, per optimizer.
 
-The tasks are ``characters``, the language model of the example, and ``digits``, the vision model;
-by default both. ``large`` is a language model of ten million parameters. The first tenth of the
-steps is uncompressed. The final loss on fixed batches is compared to that of uncompressed training
-with the same seed, model, batches and learning rates.
+Top-k is studied with ``characters``, the language model of the example, and ``digits``, the vision
+model, and ``int8`` with characters; by default all three. ``large`` is a language model of ten
+million parameters. The first tenth of the steps is uncompressed. The final loss on fixed batches is
+compared to that of uncompressed training with the same seed, model, batches and learning rates.
 
 *Feedback* sends gradients, and residuals feed back what was not sent; *reset* is local SGD with a
 period of one step and local residuals: it sends updates.
@@ -102,13 +102,15 @@ class Setting:
         reset: send updates with local residuals, instead of gradients with feedback.
     """
 
-    compression: pycomm.TopK | None = None
+    compression: pycomm.TopK | pycomm.Int8 | None = None
     reset: bool = False
 
     def __str__(self) -> str:
         if self.compression is None:
             return "uncompressed"
         method = "reset" if self.reset else "feedback"
+        if isinstance(self.compression, pycomm.Int8):
+            return f"{method}, int8"
         values = str(self.compression.values).removeprefix("torch.")
         return f"{method}, {self.compression.density:.0%}, {values}"
 
@@ -117,6 +119,8 @@ class Setting:
         many = 1 << 20
         if self.compression is None:
             return 32
+        if isinstance(self.compression, pycomm.Int8):
+            return 8 * self.compression.encoded_bytes(many) / many
         header = pycomm.TopK(k=1).encoded_bytes(0)
         return 8 * (self.compression.encoded_bytes(many) - header) / many
 
@@ -149,10 +153,12 @@ USUAL = (
     Comparison(4, 1000, (0, 1), (RESET,)),
     Comparison(2, 3000, (0, 1, 2), (RESET,), goal=0.01),
 )
-COMPARISONS = {
-    "characters": USUAL,
-    "digits": USUAL,
-    "large": (Comparison(4, 1000, (0,), (RESET,)),),
+# The task of each study, and what is compared in it.
+STUDIES = {
+    "characters": ("characters", USUAL),
+    "digits": ("digits", USUAL),
+    "int8": ("characters", (Comparison(2, 1000, (0, 1, 2), (Setting(pycomm.Int8()),), 0.005),)),
+    "large": ("large", (Comparison(4, 1000, (0,), (RESET,)),)),
 }
 
 
@@ -263,23 +269,24 @@ def make_table(name: str, outcomes: Iterable[Outcome]) -> Table:
 
 
 def study(name: str) -> None:
-    """Makes all comparisons of a task, prints them and writes the file of results."""
+    """Makes all comparisons of a study, prints them and writes the file of results."""
+    task, comparisons = STUDIES[name]
     meta: dict[str, Any] = report.circumstances(f"python -m convergence.sparse {name}")
     begin = time.monotonic()
     outcomes: list[Outcome] = []
-    pairs = [(asked, kind) for asked in COMPARISONS[name] for kind in RECIPES[name]]
+    pairs = [(asked, kind) for asked in comparisons for kind in RECIPES[task]]
     for asked, kind in progress.track(pairs, f"training {name}"):
-        outcomes += compare(name, asked, kind)
+        outcomes += compare(task, asked, kind)
     meta["minutes"] = round((time.monotonic() - begin) / 60, 1)
     Console().print(make_table(name, outcomes))
-    path = RESULTS / f"convergence_sparse_{name}.json"
+    path = RESULTS / f"convergence_{'' if name == 'int8' else 'sparse_'}{name}.json"
     report.write_json(str(path), meta, map(asdict, outcomes))
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(TASKS)
-    if not set(names) <= set(ALL_TASKS):
-        sys.exit(f"a task is one of {', '.join(ALL_TASKS)}, not {' '.join(names)}")
+    names = sys.argv[1:] or [*TASKS, "int8"]
+    if not set(names) <= STUDIES.keys():
+        sys.exit(f"a study is one of {', '.join(STUDIES)}, not {' '.join(names)}")
     for name in names:
         study(name)
 
