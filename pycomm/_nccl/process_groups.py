@@ -87,6 +87,8 @@ class StripePeers:
         Raises:
             TimeoutError: another node has not come within the timeout.
         """
+        if self._aborted:  # before this rank has come here
+            raise TimeoutError("NCCL was aborted before it connected")
         numbers = torch.zeros(self._nodes, dtype=torch.float32, device="cuda")
         mine = numbers[:1].clone()
         self.all_gather(numbers, mine).wait()

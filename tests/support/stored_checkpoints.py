@@ -6,6 +6,9 @@ writes the files that are missing. Files that exist stay: they show that the pre
 earlier code wrote. A file has records. Each holds `saved`, a checkpoint as a program saves it after
 a few steps, and `after`, the digest of the same training's checkpoint some steps later.
 
+`after` of states in 8 bits was made again, from the same `saved`, when steps began to round codes
+in another way (version 0.2.0).
+
 All values of parameters and gradients are multiples of 1/16. Unless the wrapper has residuals, its
 ranks average gradients without rounding, so training has the same bits on any number of ranks.
 """
