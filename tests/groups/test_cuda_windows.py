@@ -122,10 +122,10 @@ class Warnings(logging.Handler):
 
 def connect(group, machine):
     """One rank's transport, what it warned of, and how much was pinned until it was closed."""
-    for name in SETTINGS:
+    for name in (*SETTINGS, cuda.MULTICAST):
         os.environ.pop(name, None)
     if group.rank in machine.asks:
-        os.environ[SETTINGS[0]] = "0"
+        os.environ[cuda.MULTICAST] = "1"
     fakes, warnings = Fakes(machine, group.rank), Warnings()
     logging.getLogger("pycomm").addHandler(warnings)
     with fakes.installed():
