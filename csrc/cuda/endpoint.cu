@@ -230,8 +230,8 @@ void Endpoint::check(const Operation& operation, const void* input) const {
       operation.algorithm != Algorithm::multicast || impl_->options.multicast != 0,
       "algorithm must be auto, one_shot, two_shot, ring or tree in this group, got multicast: "
       "its windows have no multicast address. They have one if the ranks are processes on GPUs "
-      "of different numbers behind NVSwitch, with PYCOMM_MULTICAST=1 in their "
-      "environment before the group's first operation on CUDA");
+      "of different numbers behind NVSwitch, with PYCOMM_MULTICAST=1 in their environment before "
+      "the group's first operation on CUDA");
   if (operation.codec.kind != CodecKind::topk) return;
   const WindowLayout& layout = impl_->layout;
   const std::int64_t most = preflight_bytes(1) + most_list_bytes(operation, layout.ranks);

@@ -102,8 +102,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     unknown = [name for name in QUESTION if getattr(arguments, name) is None]
     arguments.asks = len(unknown) < len(QUESTION) or arguments.plot is not None
-    for name in set(unknown) & set(OF_TORCHRUN):
-        if OF_TORCHRUN[name] in os.environ:
+    if os.environ.keys() >= set(OF_TORCHRUN.values()):  # other launchers count in other ways
+        for name in set(unknown) & set(OF_TORCHRUN):
             setattr(arguments, name, int(os.environ[OF_TORCHRUN[name]]))
     missing = [
         f"--{name.replace('_', '-')}" for name in unknown if getattr(arguments, name) is None

@@ -191,11 +191,10 @@ def gathered(
     group = part.group
     if to is not None:
         check_rank("to", to, group.size)
-    made: State = {}
-    added = _storage.added_to(state)
-    for name in sorted(state):  # in the same order on all ranks
+    made: State = _storage.added_to(state)
+    for name in sorted(state.keys() - made.keys()):  # in the same order on all ranks
         tensor = state[name]
-        if name == "step" or name in added:
+        if name == "step":
             made[name] = tensor
         elif name.endswith(_storage.SCALE):
             made[name] = part.gather(

@@ -19,7 +19,8 @@ OPTIONS = ROOT / "docs/how-to/build-options.md"
 CMAKE = ROOT / "CMakeLists.txt"
 OPS = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")
 MODULES = ("hooks", "optim")  # whose names are not pycomm's own
-ENVIRON = re.compile(r'environ(?:\.get\(|\.setdefault\(|\[)"([A-Z_]+)"')
+# Names where they are read, and pycomm's own wherever they stand.
+ENVIRON = re.compile(r'(?:environ(?:\.get\(|\.setdefault\(|\[)"|"(?=PYCOMM_))([A-Z_]+)"')
 # What tools for measuring set, and what launchers set.
 FOR_OTHERS = {"OMP_NUM_THREADS", "PATH", "PYTHONPATH", "RANK", "WORLD_SIZE"}
 
@@ -51,7 +52,7 @@ def value_of(module, value):
 
 
 def test_attributes_are_listed():
-    """Of groups and of errors, which are set in constructors."""
+    """Groups and errors set them in constructors."""
     with pycomm.LocalWorld(1) as world:
         of_groups = public_attributes(world.groups[0])
     listed = [set(re.findall(r"`(\w+)`", line)) for line in re.findall(r".*ttributes: .*", PAGE)]

@@ -22,8 +22,7 @@ std::string Group::refusal(const Call& call) const {
   }
   if (operation.algorithm == Algorithm::multicast && operation.device == Device::cpu) {
     return "algorithm must be auto, one_shot, two_shot, ring or tree for CPU tensors, got "
-           "multicast: "
-           "only switches between GPUs add";
+           "multicast: only switches between GPUs add";
   }
   if (operation.codec.kind == CodecKind::none || operation.codec.kind == CodecKind::topk) return {};
   const auto staging = CodedStaging::in(comm_.slot_bytes() * kStagingSlots, operation.codec);

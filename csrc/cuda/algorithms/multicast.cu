@@ -14,7 +14,7 @@ void launch_for(const Launch& launch, cudaStream_t stream) {
 
 }  // namespace
 
-// Of the types and reductions that adds_in_switch() allows.
+// A group refuses operations of other types and reductions (adds_in_switch()).
 template <>
 void launch_plain<Multicast>(const Launch& launch, cudaStream_t stream) {
   switch (launch.ranks[0].operation.dtype) {

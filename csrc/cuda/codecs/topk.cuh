@@ -79,7 +79,7 @@ struct alignas(8) Candidate {
   std::uint32_t index;
 };
 
-// What is counted in a section of neighbouring values.
+// The counts of a section, which has neighbouring values.
 struct Tally {
   std::uint32_t listed;  // candidates, even if they have no slots
   std::uint32_t above;   // entries that are larger than the smallest one that is taken

@@ -19,7 +19,7 @@ namespace pycomm::test {
 
 using Bytes = std::vector<std::byte>;
 
-// Of floats.
+// How random floats look; other types have random bits.
 enum class Numbers { normal, whole };
 
 inline Bytes random_elements(DType dtype, std::int64_t count, Dice& dice,
