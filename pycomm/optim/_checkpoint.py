@@ -14,7 +14,7 @@ from pycomm._runtime import host
 from pycomm._runtime.torch_private import wrapper_tensor
 from pycomm._training.parameters import part_of
 from pycomm.optim import _storage
-from pycomm.optim._storage import BLOCK, MASTER, REMAINDER, State
+from pycomm.optim._storage import BLOCK, MASTER, OWN, REMAINDER, State
 from pycomm.optim.flat import Buffers, zeros_for
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def gathered(
     if to is not None:
         check_rank("to", to, group.size)
     made: State = _storage.added_to(state)
-    for name in sorted(state.keys() - made.keys()):  # in the same order on all ranks
+    for name in sorted(state.keys() & OWN):  # in the same order on all ranks
         tensor = state[name]
         if name == "step":
             made[name] = tensor
@@ -232,8 +232,7 @@ def checked(
     Raises:
         ValueError: the state is from another kind of optimizer or parameter.
     """
-    added = _storage.added_to(saved)
-    missing = [n for n, value in saved.items() if isinstance(value, dict) and n not in added]
+    missing = [n for n, value in saved.items() if isinstance(value, dict) and n in OWN]
     if missing:  # torch puts an empty dictionary in its place
         raise ValueError(
             f"the checkpoint must have {missing[0]} if it is flattened, because torch then loads "
@@ -474,9 +473,8 @@ def _in_parts(part: Part, param: torch.Tensor, state: Mapping[str, Any]) -> Stat
         )
     made: State = {}
     order = tuple(sorted(range(param.dim()), key=lambda dim: -param.stride()[dim]))
-    added = _storage.added_to(state)
     for name, tensor in state.items():
-        if name == "step" or name in added:
+        if name == "step" or name not in OWN:
             made[name] = tensor
         elif name.endswith(_storage.SCALE):
             made[name] = TensorPart(tensor, part.first // BLOCK, (_storage.blocks_of(param),), (0,))
@@ -553,7 +551,7 @@ class AdoptedParts(Adopted):
     ) -> None:
         super().__init__(param, group, {}, names)
         part, kept = part_of(param), _storage.stored_names(param, group, names)
-        own = saved.keys() - _storage.added_to(saved).keys()
+        own = saved.keys() & OWN
         if part is None or kept != own:
             raise ValueError(
                 f"the checkpoint has parts of {', '.join(sorted(own))}, but the optimizer keeps "

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm._training.parameters import part_of
-from pycomm.optim import _storage
 from pycomm.optim._states import StatefulOptimizer
-from pycomm.optim._storage import State
+from pycomm.optim._storage import OWN, State
 from pycomm.optim.flat import Buffers
 
 if TYPE_CHECKING:
@@ -173,11 +172,10 @@ class DividedOptimizer(StatefulOptimizer):
             held = self._held.get(param)
             if held is not None and number in states:
                 state = states.pop(number)
-                whole = {"step", *_storage.added_to(state)}
                 divided[number] = {
                     "ranges": [list(own) for own in held.ranges],
                     "state": {  # in the order of all ranks, because they gather by it
-                        name: value if name in whole else value.new_empty(0)
+                        name: value if name == "step" or name not in OWN else value.new_empty(0)
                         for name, value in state.items()
                     },
                 }

@@ -11,7 +11,7 @@ import torch
 from pycomm._training.replicas import Kinds, Replicas, StateKind
 from pycomm._training.shards import OwnedRange, Part
 from pycomm.optim import _storage
-from pycomm.optim._storage import BLOCK, State
+from pycomm.optim._storage import BLOCK, OWN, State
 
 if TYPE_CHECKING:
     from pycomm.group import Group
@@ -39,10 +39,7 @@ class ReplicatedStates:
         self._parts = dict(parts)
         self._shards = next(iter(parts.values())).shards
         self._group = self._shards.group
-        owned = {p: states[p].keys() - _storage.added_to(states[p]).keys() for p in parts}
-        places = [
-            (p, name, states[p][name]) for p in parts for name in states[p] if name in owned[p]
-        ]
+        places = [(p, name, states[p][name]) for p in parts for name in states[p] if name in OWN]
         kinds = Kinds(
             [self._kind(param, name, tensor.dtype) for param, name, tensor in places],
             [self._kind(param, "", param.dtype) for param in parts],
@@ -62,8 +59,7 @@ class ReplicatedStates:
     def holds(self, param: torch.Tensor, part: Part, state: Mapping[str, Any]) -> bool:
         """True if this state of a parameter's part lies in the replicas' memory."""
         own = self.states.get(param)
-        kept = state.keys() - _storage.added_to(state).keys()
-        if own is None or self._parts[param] is not part or own.keys() != kept:
+        if own is None or self._parts[param] is not part or own.keys() != state.keys() & OWN:
             return False
         return all(value is state[name] for name, value in own.items())
 

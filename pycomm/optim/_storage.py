@@ -27,7 +27,8 @@ CODE = "_code"  # ends the names of 8-bit states
 ROOT = "_root"  # ends the names of second moments in fp16
 FORMS = ("", ROOT, CODE)  # a state is stored under one of these names
 _KEPT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-_OWN = {"step", MASTER, REMAINDER, *(name + end for name in _KEPT for end in (*FORMS, SCALE))}
+# The entries of a state that optimizers make. Programs may add others.
+OWN = {"step", MASTER, REMAINDER, *(name + end for name in _KEPT for end in (*FORMS, SCALE))}
 
 
 # enum class Storage of csrc/core/optim/optimizer.h.
@@ -47,7 +48,7 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def added_to(state: Mapping[str, Any]) -> State:
     """What programs have added to a state, such as Lookahead's weights. It stays as it is."""
-    return {name: value for name, value in state.items() if name not in _OWN}
+    return {name: value for name, value in state.items() if name not in OWN}
 
 
 def scale_name(name: str) -> str:
