@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 # More than two cores have, because ranks that wait in tests leave cores idle.
 JOBS ?= 4
-# Of the mutants, the long tests, the parameter sets of tests with many and the kernels' element types,
+# Of the mutants, the long tests, the parameter sets of each test and the kernels' element types,
 # the fifth to run, 0 to 4, and which of the other versions of torch; all of them if it is empty.
 # "make test" alone takes today's.
 test: PART ?= $(shell expr $$(date +%s) / 86400 % 5)

@@ -1,6 +1,7 @@
 """Random shapes, strides, dtypes, operations, algorithms and sizes, against the references."""
 
 import golden
+import pytest
 import sweep
 import torch
 from hypothesis import given, settings
@@ -95,6 +96,7 @@ def test_any_count_and_layout(size, count, dtype, op, algorithm, lines, layout):
         sweep.check(cases, world.run(sweep.run_cases, cases), staging_bytes)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     size=st.integers(2, 5),

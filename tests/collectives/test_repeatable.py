@@ -73,6 +73,7 @@ def test_deterministic_has_one_order_for_all_sizes(world):
         assert len(seen) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_flags_and_epochs_wrap(size):
     """They start a little below 2^32, and wrap in each operation and algorithm in turn."""

@@ -5,6 +5,7 @@ import threading
 from contextlib import suppress
 
 import helpers
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -108,6 +109,7 @@ def close_while_others_submit(_rank, _size, _store, turns):
         del group, submit
 
 
+@pytest.mark.slow
 def test_close_while_others_submit():
     """Later calls are refused. Runs in a process of its own, which a stray worker would end."""
     helpers.run_ranks(1, close_while_others_submit, 300)

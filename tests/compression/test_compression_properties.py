@@ -230,6 +230,7 @@ def test_zeros_stay_zeros(way, size, count, dtype, kind, seed, fed):
     assert all(run(size, body))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_subnormal_gradients_wait_in_the_residual(algorithm):
     """A block too small for a scale becomes zero and is kept, exactly, until there is enough."""

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import pytest
 import torch
 
 import pycomm
@@ -51,6 +52,7 @@ def main():
             print(name, told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
+@pytest.mark.slow
 def test_exit_while_a_daemon_thread_is_in_an_operation():
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, timeout=60, check=False
@@ -96,6 +98,7 @@ pycomm.init()
 """
 
 
+@pytest.mark.slow
 def test_init_takes_down_what_it_has_set_up():
     """Torch's threads could end a finished process with an error; a user's own group is theirs."""
     for arguments, expected in (([], "taken down"), (["own"], "left")):

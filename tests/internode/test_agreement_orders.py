@@ -41,6 +41,7 @@ def check_that_all_go_on(scenario):
     assert len(found.ends) > scenario.deaths * scenario.ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", TWO + MANY, ids=name)
 def test_all_that_live_go_on_together(scenario):
     check_that_all_go_on(scenario)

@@ -2,7 +2,8 @@
 
 from parts import PARTS, of_part
 
-SHORT = [("t.py::once", False), ("t.py::thrice[0]", False), ("t.py::thrice[1]", False)]
+ONCE = [("t.py::once", False), ("t.py::one_set[0]", False)]
+TWO = [(f"t.py::two[{number}]", False) for number in range(2)]
 FOUR = [(f"t.py::four[{number}]", False) for number in range(4)]
 TABLE = [(f"t.py::table[{row}-{column}]", False) for row in range(5) for column in range(5)]
 LONG = [(f"t.py::long[{number}]", True) for number in range(12)]
@@ -13,12 +14,12 @@ def names(tests):
 
 
 def test_all_parts_together_have_all_tests():
-    tests = [*SHORT, *FOUR, *TABLE, *LONG]
+    tests = [*ONCE, *TWO, *FOUR, *TABLE, *LONG]
     parts = [of_part(part, tests) for part in range(PARTS)]
     assert set.union(*parts) == names(tests)
     for part in parts:
-        assert names(SHORT) <= part
-        assert len(part & names(FOUR)) == 1
+        assert names(ONCE) <= part
+        assert len(part & names(TWO)) == len(part & names(FOUR)) == 1
         assert 2 <= len(part & names(LONG)) <= 3
 
 

@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 PARTS = 5
-MANY = 3  # of a test with so many sets of parameters, a part runs some
 
 
 def of_part(part: int, tests: Iterable[tuple[str, bool]]) -> set[str]:
     """The ids of the tests that run in a part.
 
-    A part has a fifth of the long tests. Of every other test with many sets of parameters, it has a
-    fifth of the sets, at least one. All parts together have all tests.
+    A part has a fifth of the long tests, and of every other test a fifth of its sets of parameters,
+    at least one. All parts together have all tests.
 
     Args:
         part: 0 to 4.
@@ -24,9 +23,9 @@ def of_part(part: int, tests: Iterable[tuple[str, bool]]) -> set[str]:
         sets["long" if long else test.partition("[")[0]].append(test)
     return {
         test
-        for name, ids in sets.items()
+        for ids in sets.values()
         for number, test in enumerate(sorted(ids))
-        if (name != "long" and len(ids) < MANY) or _runs(part, number, len(ids))
+        if _runs(part, number, len(ids))
     }
 
 

@@ -219,6 +219,7 @@ pycomm.reduce = lambda *args, group, **kw: time.sleep(1000 * group.rank)
     assert found[f"the other {rest} items"] == ("FAILED", "have not run")
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named(lines):
     found = lines("pycomm.reduce = lambda *args, group, **kw: os._exit(7) if group.rank else None")
     state, detail = found["reduce"]
@@ -236,6 +237,7 @@ pycomm.init = init
     assert len(found) == 2
 
 
+@pytest.mark.slow
 def test_a_failed_item_is_the_exit_code(tmp_path, monkeypatch, capsys):
     setting = cli.Setting("a thread", 2, nodes=(2,), parts=("operations",))
     monkeypatch.setattr(cli, "settings", lambda: iter([setting]))

@@ -31,6 +31,7 @@ def uneven(draw):
     return program, [draw(st.integers(1, most)) for _ in range(program.ranks)]
 
 
+@pytest.mark.slow
 @given(drawn=uneven())
 @settings(max_examples=6)
 def test_bits_are_those_of_join_without_shards(drawn):

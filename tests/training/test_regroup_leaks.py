@@ -71,6 +71,7 @@ def one_round(group, trainees, options):
     trainee.train(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_rounds_of_joining_and_losing_a_rank(mode):
     options = MODES[mode]
