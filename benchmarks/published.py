@@ -19,8 +19,8 @@ RESULTS = ROOT / "benchmarks/results"
 PAGES = (
     "README.md",
     "benchmarks/README.md",
-    "docs/how-to/torch-distributed.md",
     "docs/lab/convergence.md",
+    "docs/lab/performance.md",
 )
 MARKS = re.compile(r"(<!-- table: (\w+) -->\n\n).*?(\n<!-- end -->)", re.DOTALL)
 SIZES = {"256 B": 256, "16 KiB": 16 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20}

@@ -36,10 +36,9 @@ def evaluated(node):
 
 PLACES = [
     ("docs/how-to/observing.md", r"record of its last (\d+) operations", RECORD, "kRecords"),
-    ("docs/how-to/observing.md", r"the texts of the last (\d+) operations", RECORD, "kRecords"),
-    ("docs/how-to/observing.md", r"Each rank keeps (\d+) such texts", SUBJECT, "kSubjects"),
-    ("docs/how-to/observing.md", r"why they stop, for up to ([\d.]+) s", LINK, "kFarewells"),
-    ("docs/how-to/observing.md", r"awaited for ([\d.]+) s more", LINK, "kFarewellsOfBlameless"),
+    ("docs/explanation/failures.md", r"two rings of (\d+) records", RECORD, "kRecords"),
+    ("docs/explanation/failures.md", r"texts of the last (\d+) operations", RECORD, "kRecords"),
+    ("docs/explanation/failures.md", r"Each rank keeps (\d+) texts", SUBJECT, "kSubjects"),
     ("docs/explanation/between-nodes.md", r"waits up to ([\d.]+) s for", LINK, "kFarewells"),
     (
         "docs/explanation/between-nodes.md",
