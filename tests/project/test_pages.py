@@ -159,11 +159,15 @@ PROGRAMS = {
         {'algorithms="table.json"': "Path('table.json').write_text('[{\"algorithm\": \"ring\"}]')"},
         "",
     ),
-    "docs/how-to/coming-from.md": ("", {}, DEALT + RESUMED + "assert done['samples'] == 50"),
+    "docs/how-to/coming-from.md": (
+        "",
+        {"def train(epochs": POWERS},
+        DEALT + RESUMED + "assert done['samples'] == 50",
+    ),
     "docs/how-to/data-parallel.md": (
         IMPORTS,
         {
-            "register_comm_hook(None, pycomm": POWERS + OF_DDP,
+            "register_comm_hook(None, pycomm": OF_DDP,
             "gathered=True)  # on all": STATE + IN_SHARED,
             'torch.load("checkpoint.pt")': "dist.barrier()",
             'algorithm="ring"': "model = net",
