@@ -1,7 +1,7 @@
 """The model: a cluster, its all-reduces, and training steps that hide as much of them as they can.
 
 All-reduces, pycomm's and a ring, are predicted from latency, bandwidth and the work of cores.
-docs/how-to/advisor.md derives all formulas, with the names used here.
+docs/explanation/prediction.md derives all formulas, with the names used here.
 """
 
 from __future__ import annotations
