@@ -51,10 +51,12 @@ class Work:
         core: _C.Work | None,
         tensors: tuple[object, ...] = (),
         finish: Callable[[], None] | None = None,
+        stream: tuple[int, int] | None = None,
     ) -> None:
         self._core = core
         self._tensors = tensors
         self._finish = finish
+        self._stream = stream  # that runs it on CUDA: number of the device, and handle
         self._cause: ranges.Open | None = None
         if core is not None and hasattr(ranges.here, "opened"):
             self._cause = ranges.launched(core)
@@ -63,6 +65,9 @@ class Work:
 
     def wait(self) -> None:
         """Blocks until the operation is complete, and raises its error if it failed.
+
+        On CUDA, if another stream is current than in the operation's call, only this stream waits:
+        for all that the other one has got to do so far.
 
         With ``preserve=True``, all ranks must call this, in the same order as other operations.
         """
@@ -78,6 +83,8 @@ class Work:
             else:
                 with self._cause.waiting():
                     self._core.wait()
+        if self._stream is not None:
+            _follow(*self._stream)
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -112,6 +119,20 @@ class Work:
         # The worker still uses the tensors' memory, so it must not be freed yet.
         if self._core is not None and not self._core.completed():
             keep_alive(self._core, self._tensors)
+
+
+def stream_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The current stream of a tensor's device, as :class:`Work` keeps it; None on the CPU."""
+    if not tensor.is_cuda:
+        return None
+    return tensor.get_device(), torch.cuda.current_stream(tensor.device).cuda_stream
+
+
+def _follow(device: int, handle: int) -> None:
+    """Makes the current stream of a device wait for another one, unless that is the current one."""
+    current = torch.cuda.current_stream(device)
+    if current.cuda_stream != handle:
+        current.wait_stream(torch.cuda.ExternalStream(handle, device=device))  # type: ignore[no-untyped-call]
 
 
 def launch(
@@ -177,7 +198,7 @@ def _launch(
             if dense_result is not dense_source:
                 dense_result.copy_(dense_source.view_as(dense_result))
         finish()
-        return Work(None) if async_op else result
+        return Work(None, stream=stream_of(result)) if async_op else result
     source_at, result_at = dense_source.data_ptr(), dense_result.data_ptr()
     arguments = (operation, shape.numel(), source_at, result_at, shape, label)
     if async_op:

@@ -155,7 +155,7 @@ class CommState(HookState):
         self._flying = PendingExchanges()
         self._now = StepStatistics()
         self._stream: torch.cuda.Stream | None = None
-        self._placed = False  # True once residuals are on the gradients' device
+        self._placed: torch.device | None = None  # where residuals are used, from the first step on
 
     @property
     def group(self) -> Group:
@@ -539,9 +539,13 @@ class CommState(HookState):
                 flight.give_back()
 
     def _begin_step(self, device: torch.device, group: Group) -> None:
-        if not self._placed:
-            self._residuals.to(torch.device("cpu") if group._exchanges_on_host(device) else device)
-            self._placed = True
+        place = torch.device("cpu") if group._exchanges_on_host(device) else device
+        if place != self._placed:
+            if self._placed is not None:  # the model has been moved, and has new buckets
+                self._plan_anew()
+                self._stream = None
+            self._residuals.to(place)
+            self._placed = place
         if (scale := self._scale.read(group)) is not None:
             self._residuals.settle(scale)
         self._exposed_before += self._now.exposed()

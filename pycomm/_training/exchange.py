@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -338,6 +338,7 @@ class Planner:
                 kept[f"{kind}_before"] = before
         if scale is not None:
             kept["scale"] = scale
+        _check_device(tensor, entry, kept)
         call: _C.Call | StepFlow
         if group._spans(tensor.device):
             from pycomm._nccl.compressed import coded_mean_flow
@@ -376,6 +377,16 @@ def _check_bucket(buffer: torch.Tensor, entries: Sequence[Entry], begins: Sequen
             f"a bucket must hold the {count} elements of its parameters one behind the other, "
             f"got {buffer.numel()}"
         )
+
+
+def _check_device(tensor: torch.Tensor, entry: Entry, kept: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError if an operation would take memory of several devices."""
+    for kind, other in kept.items():
+        if other.device != tensor.device:
+            raise ValueError(
+                f"compressed gradients must lie on one device, with their loss scale: the gradient "
+                f"of {entry.name or 'a parameter'} is on {tensor.device}, {kind} on {other.device}"
+            )
 
 
 # Running exchanges, by the backward that started them.
