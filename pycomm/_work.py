@@ -66,9 +66,7 @@ class Work:
     def wait(self) -> None:
         """Blocks until the operation is complete, and raises its error if it failed.
 
-        On CUDA, if another stream is current than in the operation's call, only this stream waits:
-        for all that the other one has got to do so far.
-
+        On CUDA only the current stream waits, for what the stream of the call has to do so far.
         With ``preserve=True``, all ranks must call this, in the same order as other operations.
         """
         if self._settle is None:
@@ -84,7 +82,9 @@ class Work:
                 with self._cause.waiting():
                     self._core.wait()
         if self._stream is not None:
-            _follow(*self._stream)
+            from pycomm._runtime.cuda import follow
+
+            follow(*self._stream)
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -119,20 +119,6 @@ class Work:
         # The worker still uses the tensors' memory, so it must not be freed yet.
         if self._core is not None and not self._core.completed():
             keep_alive(self._core, self._tensors)
-
-
-def stream_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The current stream of a tensor's device, as :class:`Work` keeps it; None on the CPU."""
-    if not tensor.is_cuda:
-        return None
-    return tensor.get_device(), torch.cuda.current_stream(tensor.device).cuda_stream
-
-
-def _follow(device: int, handle: int) -> None:
-    """Makes the current stream of a device wait for another one, unless that is the current one."""
-    current = torch.cuda.current_stream(device)
-    if current.cuda_stream != handle:
-        current.wait_stream(torch.cuda.ExternalStream(handle, device=device))  # type: ignore[no-untyped-call]
 
 
 def launch(
@@ -190,6 +176,8 @@ def _launch(
         finish = _nothing
     operation = operation_of(collective, algorithm, source.dtype, op, root)
     if dense_source.device.type == "cuda":
+        from pycomm._runtime.cuda import current_stream
+
         if group.size > 1:
             side = group._cuda_side(source.device)
             side.run(operation, shape.numel(), dense_source, dense_result, shape, label)
@@ -198,7 +186,7 @@ def _launch(
             if dense_result is not dense_source:
                 dense_result.copy_(dense_source.view_as(dense_result))
         finish()
-        return Work(None, stream=stream_of(result)) if async_op else result
+        return Work(None, stream=current_stream(source)) if async_op else result
     source_at, result_at = dense_source.data_ptr(), dense_result.data_ptr()
     arguments = (operation, shape.numel(), source_at, result_at, shape, label)
     if async_op:

@@ -25,7 +25,7 @@ from pycomm._inputs import (
 from pycomm._runtime import host, ranges
 from pycomm._runtime.log import label_of
 from pycomm._short_way import short_way_first
-from pycomm._work import Work, launch, stream_of
+from pycomm._work import Work, launch
 from pycomm.group import Group
 
 # Operations on tensors that have a block per rank, as a list or with blocks of different sizes.
@@ -264,7 +264,11 @@ def gather(
             for tensor, part in zip(side.tensors, whole, strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
             increment_version(side.tensors)
-            return Work(None, stream=stream_of(whole)) if async_op else gather_list
+            if not async_op:
+                return gather_list
+            from pycomm._runtime.cuda import current_stream
+
+            return Work(None, stream=current_stream(whole))
         work = launch_blocks(
             group, "gather", BlockList([block]), BlockList(side.tensors, True), block.shape,
             label=label_of(tag), root=dst, count=block.numel(), async_op=async_op,

@@ -27,7 +27,7 @@ from pycomm._inputs import (
 from pycomm._runtime.log import DEBUG, all_reduce_called, label_of
 from pycomm._runtime.ranges import record_range
 from pycomm._short_way import short_way_first
-from pycomm._work import Work, stand_ins, stream_of
+from pycomm._work import Work, stand_ins
 from pycomm.compression import SMALLEST_BLOCK, Cast, Compression, Identity, Int8, TopK
 from pycomm.errors import NonFinite
 
@@ -104,7 +104,9 @@ class PreparedCall:
     def _enqueued(self, flag: NonfiniteFlag | None, async_op: bool) -> Work | None:
         if async_op:
             self.finish()
-            return _StreamWork(flag, self.strict, stream_of(self.source))
+            from pycomm._runtime.cuda import current_stream
+
+            return _StreamWork(flag, self.strict, current_stream(self.source))
         self._conclude(flag is not None and flag.read())
         return None
 
@@ -129,9 +131,7 @@ class _CompressedWork(Work):
 class _StreamWork(Work):
     """An operation on a CUDA stream. Later work on the stream need not wait for it."""
 
-    def __init__(
-        self, flag: NonfiniteFlag | None, strict: bool, stream: tuple[int, int] | None
-    ) -> None:
+    def __init__(self, flag: NonfiniteFlag | None, strict: bool, stream: tuple[int, int]) -> None:
         super().__init__(None, stream=stream)
         self._flag = flag
         self._strict = strict

@@ -120,6 +120,29 @@ def test_compressed_gradients_on_two_devices_are_refused() -> None:
         world.run(body)
 
 
+def test_no_step_waits_for_the_exchange_before() -> None:
+    """Not even to know how long that one took; the emulated device refuses to wait."""
+
+    def steps(group: pycomm.Group) -> hooks.AllReduceState:
+        weights, gradient = torch.nn.Parameter(torch.zeros(9)), torch.ones(9, device="cuda")
+        state = hooks.AllReduceState(group=group)
+        for _ in range(3):
+            state.start(gradient, [weights])
+            state.finish()
+        return state
+
+    with pycomm.LocalWorld(2) as world:
+        world.run(steps)  # connects
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            states = world.run(steps)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for stats in (state.stats() for state in states):
+            assert 0 <= stats["exposed_ms"] <= stats["exposed_ms_total"]
+            assert stats["exposed_ms_mean"] == pytest.approx(stats["exposed_ms_total"] / 3)
+
+
 def train_locally(group: pycomm.Group, device: str, name: str) -> list[torch.Tensor]:
     """Weights after each step of local SGD."""
     module = ddp.Given().to(device)
