@@ -278,7 +278,7 @@ class CudaHeap:
     def _release_with(self, tensor: torch.Tensor) -> None:
         """Releases a tensor's memory once its storage is gone; in a capture, never."""
         ranges = None if torch.cuda.is_current_stream_capturing() else self.ranges
-        kept = self.memory, ranges, tensor.data_ptr()
+        kept = self.memory, ranges, tensor.untyped_storage().data_ptr()  # also if it is empty
         weakref.finalize(tensor.untyped_storage(), _release, *kept).atexit = False
 
 
