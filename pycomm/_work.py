@@ -51,10 +51,12 @@ class Work:
         core: _C.Work | None,
         tensors: tuple[object, ...] = (),
         finish: Callable[[], None] | None = None,
+        stream: tuple[int, int] | None = None,
     ) -> None:
         self._core = core
         self._tensors = tensors
         self._finish = finish
+        self._stream = stream  # that runs it on CUDA: number of the device, and handle
         self._cause: ranges.Open | None = None
         if core is not None and hasattr(ranges.here, "opened"):
             self._cause = ranges.launched(core)
@@ -64,6 +66,7 @@ class Work:
     def wait(self) -> None:
         """Blocks until the operation is complete, and raises its error if it failed.
 
+        On CUDA only the current stream waits, for what the stream of the call has to do so far.
         With ``preserve=True``, all ranks must call this, in the same order as other operations.
         """
         if self._settle is None:
@@ -78,6 +81,10 @@ class Work:
             else:
                 with self._cause.waiting():
                     self._core.wait()
+        if self._stream is not None:
+            from pycomm._runtime.cuda import follow
+
+            follow(*self._stream)
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -169,6 +176,8 @@ def _launch(
         finish = _nothing
     operation = operation_of(collective, algorithm, source.dtype, op, root)
     if dense_source.device.type == "cuda":
+        from pycomm._runtime.cuda import current_stream
+
         if group.size > 1:
             side = group._cuda_side(source.device)
             side.run(operation, shape.numel(), dense_source, dense_result, shape, label)
@@ -177,7 +186,7 @@ def _launch(
             if dense_result is not dense_source:
                 dense_result.copy_(dense_source.view_as(dense_result))
         finish()
-        return Work(None) if async_op else result
+        return Work(None, stream=current_stream(source)) if async_op else result
     source_at, result_at = dense_source.data_ptr(), dense_result.data_ptr()
     arguments = (operation, shape.numel(), source_at, result_at, shape, label)
     if async_op:

@@ -264,7 +264,11 @@ def gather(
             for tensor, part in zip(side.tensors, whole, strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
             increment_version(side.tensors)
-            return Work(None) if async_op else gather_list
+            if not async_op:
+                return gather_list
+            from pycomm._runtime.cuda import current_stream
+
+            return Work(None, stream=current_stream(whole))
         work = launch_blocks(
             group, "gather", BlockList([block]), BlockList(side.tensors, True), block.shape,
             label=label_of(tag), root=dst, count=block.numel(), async_op=async_op,

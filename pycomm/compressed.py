@@ -104,7 +104,9 @@ class PreparedCall:
     def _enqueued(self, flag: NonfiniteFlag | None, async_op: bool) -> Work | None:
         if async_op:
             self.finish()
-            return _StreamWork(flag, self.strict)
+            from pycomm._runtime.cuda import current_stream
+
+            return _StreamWork(flag, self.strict, current_stream(self.source))
         self._conclude(flag is not None and flag.read())
         return None
 
@@ -129,13 +131,14 @@ class _CompressedWork(Work):
 class _StreamWork(Work):
     """An operation on a CUDA stream. Later work on the stream need not wait for it."""
 
-    def __init__(self, flag: NonfiniteFlag | None, strict: bool) -> None:
-        super().__init__(None)
+    def __init__(self, flag: NonfiniteFlag | None, strict: bool, stream: tuple[int, int]) -> None:
+        super().__init__(None, stream=stream)
         self._flag = flag
         self._strict = strict
 
     def wait(self) -> None:
         """If strict, blocks until the stream has run the operation, and raises its error."""
+        super().wait()
         if self._strict and self.nonfinite:
             raise NonFinite(_NONFINITE)
 

@@ -18,9 +18,11 @@ using cuda::Endpoint;
 using cuda::HostRegistration;
 using cuda::SharedLaunch;
 
-// Destroying a group waits for its device, so other Python threads must be able to run.
+// Destroying a group waits for its device, so other Python threads must be able to run. A forked child
+// leaks its parent's group.
 struct DeleteWithoutGil {
   void operator()(cuda::Group* group) const {
+    if (group->forked()) return;
     const KeepTurn keep;
     const WithoutGil no_gil;
     delete group;

@@ -539,9 +539,9 @@ PyObject* submit(cpu::Group& engine, const Call& call, Tensors& tensors) {
   return made;
 }
 
-// Enqueues a call on the current stream. False with an error if that fails.
-bool enqueue(const Kernels& kernels, const Call& call, const Tensors& tensors) {
-  std::uintptr_t stream = 0;
+// Enqueues a call on the current stream, whose handle it sets. False with an error if that fails.
+bool enqueue(const Kernels& kernels, const Call& call, const Tensors& tensors,
+             std::uintptr_t& stream) {
   if (!record_stream(tensors.input, stream)) return false;
   if (tensors.output != tensors.input && !record_stream(tensors.output, stream)) return false;
   const WithoutGil no_gil;
@@ -595,16 +595,20 @@ inline std::optional<PyObject*> run(const Function& function, const Arguments& g
   if (!count_writes(given, tensors)) return nullptr;
   carry(operation, tensors.from.element);
   if (on_host && !waits) return submit(*engine, call, tensors);
+  std::uintptr_t stream = 0;
   if (on_host) {
     const WithoutGil no_gil;
     engine->run(call, check_signals);
   } else if (is_done) {
     engine->check_usable();
-  } else if (!enqueue(kernels, call, tensors)) {
+  } else if (!enqueue(kernels, call, tensors, stream)) {
     return nullptr;
   }
-  // What a device runs is complete in the order of the current stream.
-  return waits ? Py_NewRef(tensors.returned) : PyObject_CallOneArg(ours.work_type, Py_None);
+  if (waits) return Py_NewRef(tensors.returned);
+  if (is_done) return PyObject_CallOneArg(ours.work_type, Py_None);
+  // What a device runs is complete in the order of this stream, and of streams that wait for it.
+  return PyObject_CallFunction(ours.work_type, "O()O(iK)", Py_None, Py_None, tensors.from.device,
+                               static_cast<unsigned long long>(stream));
 }
 
 PyObject* call(const Function& function, const Bound& known, PyObject* const* values,

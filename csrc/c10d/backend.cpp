@@ -89,7 +89,7 @@ Backend::WorkPtr Backend::launch(Request request, bool async) {
     auto work =
         c10::make_intrusive<KernelWork>(connection_.load(), std::move(request), std::move(*order));
     work->enqueue();
-    return work;
+    return coalesced(work);
   }
   if (request.place() == Place::staged) tell_staged(request.title);
   auto work =
@@ -99,7 +99,7 @@ Backend::WorkPtr Backend::launch(Request request, bool async) {
 }
 
 Backend::WorkPtr Backend::coalesced(WorkPtr work) {
-  if (coalesced_.has_value()) coalesced_->push_back(work);
+  if (coalesced_.has_value() && work != nullptr) coalesced_->push_back(work);
   return work;
 }
 
@@ -134,7 +134,7 @@ void Backend::tell_staged(const char* title) {
 
 Backend::WorkPtr Backend::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) {
   const c10::Device device = device_of(tensors);
-  if (auto* const nccl = this->nccl(device)) return nccl->broadcast(tensors, options);
+  if (auto* const nccl = this->nccl(device)) return coalesced(nccl->broadcast(tensors, options));
   Request made = request(OpType::BROADCAST, "pycomm:broadcast", options.timeout, device);
   made.broadcast(only(tensors, "broadcast"), options.rootRank);
   return launch(std::move(made), options.asyncOp);
@@ -144,7 +144,7 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const ::c10d::AllreduceOpt
   const at::Tensor& tensor = only(tensors, "all_reduce");
   if (tensor.is_sparse()) return allreduce_sparse(tensors, options);
   const c10::Device device = device_of(tensors);
-  if (auto* const nccl = nccl_for_sums(device)) return nccl->allreduce(tensors, options);
+  if (auto* const nccl = nccl_for_sums(device)) return coalesced(nccl->allreduce(tensors, options));
   Request made = request(OpType::ALLREDUCE, "pycomm:all_reduce", options.timeout, device);
   made.all_reduce(tensor, options.reduceOp, algorithm_);
   return launch(std::move(made), options.asyncOp);
@@ -155,13 +155,14 @@ Backend::WorkPtr Backend::allreduce_sparse(Tensors& tensors,
   const at::Tensor& tensor = only(tensors, "all_reduce");
   check_argument(tensor.is_cpu(), "all_reduce of sparse tensors takes CPU tensors, got one on ",
                  tensor.device());
-  return gloo("all_reduce of sparse tensors").allreduce(tensors, options);
+  return coalesced(gloo("all_reduce of sparse tensors").allreduce(tensors, options));
 }
 
 Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
                                               const ::c10d::AllreduceCoalescedOptions& options) {
   const c10::Device device = device_of(tensors);
-  if (auto* const nccl = nccl_for_sums(device)) return nccl->allreduce_coalesced(tensors, options);
+  if (auto* const nccl = nccl_for_sums(device))
+    return coalesced(nccl->allreduce_coalesced(tensors, options));
   Request made =
       request(OpType::ALLREDUCE_COALESCED, "pycomm:all_reduce_coalesced", options.timeout, device);
   for (const at::Tensor& tensor : tensors) made.all_reduce(tensor, options.reduceOp, algorithm_);
@@ -170,7 +171,7 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
 
 Backend::WorkPtr Backend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) {
   const c10::Device device = device_of(tensors);
-  if (auto* const nccl = this->nccl(device)) return nccl->reduce(tensors, options);
+  if (auto* const nccl = this->nccl(device)) return coalesced(nccl->reduce(tensors, options));
   Request made = request(OpType::REDUCE, "pycomm:reduce", options.timeout, device);
   made.reduce(only(tensors, "reduce"), options.reduceOp, options.rootRank);
   return launch(std::move(made), options.asyncOp);
@@ -179,7 +180,8 @@ Backend::WorkPtr Backend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& 
 Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs,
                                     const ::c10d::AllgatherOptions& options) {
   const c10::Device device = device_of(inputs);
-  if (auto* const nccl = this->nccl(device)) return nccl->allgather(outputs, inputs, options);
+  if (auto* const nccl = this->nccl(device))
+    return coalesced(nccl->allgather(outputs, inputs, options));
   Request made = request(OpType::ALLGATHER, "pycomm:all_gather", options.timeout, device);
   made.all_gather(only(outputs, "all_gather"), only(inputs, "all_gather"));
   return launch(std::move(made), options.asyncOp);
@@ -188,7 +190,8 @@ Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs,
 Backend::WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const ::c10d::AllgatherOptions& options) {
   const c10::Device device = input.device();
-  if (auto* const nccl = this->nccl(device)) return nccl->_allgather_base(output, input, options);
+  if (auto* const nccl = this->nccl(device))
+    return coalesced(nccl->_allgather_base(output, input, options));
   Request made =
       request(OpType::_ALLGATHER_BASE, "pycomm:_all_gather_base", options.timeout, device);
   made.all_gather(output, input);
@@ -200,7 +203,7 @@ Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inp
                                               const ::c10d::AllgatherOptions& options) {
   const c10::Device device = device_of(inputs);
   if (auto* const nccl = this->nccl(device))
-    return nccl->allgather_coalesced(outputs, inputs, options);
+    return coalesced(nccl->allgather_coalesced(outputs, inputs, options));
   Request made =
       request(OpType::ALLGATHER_COALESCED, "pycomm:all_gather_coalesced", options.timeout, device);
   TensorLists blocks(inputs.size());
@@ -220,7 +223,7 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
                                                           const ::c10d::AllgatherOptions& options) {
   const c10::Device device = device_of(inputs);
   if (auto* const nccl = this->nccl(device))
-    return nccl->allgather_into_tensor_coalesced(outputs, inputs, options);
+    return coalesced(nccl->allgather_into_tensor_coalesced(outputs, inputs, options));
   check_pairs(outputs, inputs);
   Request made = request(OpType::COALESCED, "pycomm:all_gather_into_tensor_coalesced",
                          options.timeout, device);
@@ -231,7 +234,8 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
 Backend::WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs,
                                  const ::c10d::GatherOptions& options) {
   const c10::Device device = device_of(inputs);
-  if (auto* const nccl = this->nccl(device)) return nccl->gather(outputs, inputs, options);
+  if (auto* const nccl = this->nccl(device))
+    return coalesced(nccl->gather(outputs, inputs, options));
   Request made = request(OpType::GATHER, "pycomm:gather", options.timeout, device);
   made.gather(on_root(outputs, options.rootRank, "gather"), only(inputs, "gather"),
               options.rootRank);
@@ -241,7 +245,8 @@ Backend::WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs,
 Backend::WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs,
                                   const ::c10d::ScatterOptions& options) {
   const c10::Device device = device_of(outputs);
-  if (auto* const nccl = this->nccl(device)) return nccl->scatter(outputs, inputs, options);
+  if (auto* const nccl = this->nccl(device))
+    return coalesced(nccl->scatter(outputs, inputs, options));
   Request made = request(OpType::SCATTER, "pycomm:scatter", options.timeout, device);
   made.scatter(only(outputs, "scatter"), on_root(inputs, options.rootRank, "scatter"),
                options.rootRank);
@@ -251,7 +256,8 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs,
 Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                          const ::c10d::ReduceScatterOptions& options) {
   const c10::Device device = device_of(outputs);
-  if (auto* const nccl = this->nccl(device)) return nccl->reduce_scatter(outputs, inputs, options);
+  if (auto* const nccl = this->nccl(device))
+    return coalesced(nccl->reduce_scatter(outputs, inputs, options));
   Request made = request(OpType::REDUCE_SCATTER, "pycomm:reduce_scatter", options.timeout, device);
   made.reduce_scatter(only(outputs, "reduce_scatter"), only(inputs, "reduce_scatter"),
                       options.reduceOp);
@@ -262,7 +268,7 @@ Backend::WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
                                                const ::c10d::ReduceScatterOptions& options) {
   const c10::Device device = output.device();
   if (auto* const nccl = this->nccl(device))
-    return nccl->_reduce_scatter_base(output, input, options);
+    return coalesced(nccl->_reduce_scatter_base(output, input, options));
   Request made =
       request(OpType::_REDUCE_SCATTER_BASE, "pycomm:_reduce_scatter_base", options.timeout, device);
   made.reduce_scatter(output, input, options.reduceOp);
@@ -273,7 +279,7 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const ::c10d::ReduceScatterOptions& options) {
   const c10::Device device = device_of(outputs);
   if (auto* const nccl = this->nccl(device))
-    return nccl->reduce_scatter_tensor_coalesced(outputs, inputs, options);
+    return coalesced(nccl->reduce_scatter_tensor_coalesced(outputs, inputs, options));
   check_pairs(outputs, inputs);
   Request made =
       request(OpType::COALESCED, "pycomm:reduce_scatter_tensor_coalesced", options.timeout, device);
@@ -289,7 +295,7 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                         const ::c10d::AllToAllOptions& options) {
   const c10::Device device = output.device();
   if (auto* const nccl = this->nccl(device))
-    return nccl->alltoall_base(output, input, output_splits, input_splits, options);
+    return coalesced(nccl->alltoall_base(output, input, output_splits, input_splits, options));
   Request made = request(OpType::ALLTOALL_BASE, "pycomm:all_to_all", options.timeout, device);
   made.all_to_all(output, input, output_splits, input_splits);
   return launch(std::move(made), options.asyncOp);
@@ -298,7 +304,8 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
 Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
                                    const ::c10d::AllToAllOptions& options) {
   const c10::Device device = device_of(outputs);
-  if (auto* const nccl = this->nccl(device)) return nccl->alltoall(outputs, inputs, options);
+  if (auto* const nccl = this->nccl(device))
+    return coalesced(nccl->alltoall(outputs, inputs, options));
   Request made = request(OpType::ALLTOALL, "pycomm:all_to_all", options.timeout, device);
   made.all_to_all(outputs, inputs);
   return launch(std::move(made), options.asyncOp);

@@ -113,6 +113,8 @@ class CoalescedWork final : public ::c10d::Work {
     for (auto& work : works_) work->wait(timeout);
     return true;
   }
+  void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override { wait(kNoTimeout); }
 
  private:
   std::vector<c10::intrusive_ptr<::c10d::Work>> works_;

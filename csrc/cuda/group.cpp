@@ -24,18 +24,12 @@ Group::Group(std::shared_ptr<cpu::Group> host, std::shared_ptr<Endpoint> endpoin
 }
 
 Group::~Group() {
-  if (host_->forked()) {
-    // A forked child has no watcher thread, and CUDA does not survive a fork: leak its objects.
-    watcher_.detach();
-    (void)new std::shared_ptr<Endpoint>(std::move(endpoint_));
-    (void)new std::shared_ptr<SharedLaunch>(std::move(shared_));
-  } else if (watcher_.joinable()) {
-    try {
-      endpoint_->synchronize();
-    } catch (const std::exception&) {  // the device has failed
-    }
-    stop_watching();
+  if (!watcher_.joinable()) return;
+  try {
+    endpoint_->synchronize();
+  } catch (const std::exception&) {  // the device has failed
   }
+  stop_watching();
 }
 
 void Group::run(const Call& call, std::uintptr_t stream, const Sharding& sharding) {
@@ -143,10 +137,13 @@ CollectiveError Group::describe_failure(const Failure& found, std::uint64_t word
   }
   if (!is_abort_word(word, host_->size())) return overwritten(found.first, found.number);
   const int rank = rank_of(word), pid = host_->pid(rank);
-  if (reason_of(word) == Reason::timeout) {
-    return timeout(word, rank == host_->rank(), pid, found.first, found.number);
-  }
-  return failure(reason_of(word), rank, pid, found.first, found.number);
+  const Reason reason = reason_of(word);
+  const std::string what = reason == Reason::timeout
+                               ? timeout_text(word, rank == host_->rank(), pid)
+                               : failure_text(reason, rank, pid);
+  if (found.reason != Reason::none)
+    return ended(reason, rank, pid, what, found.first, found.number);
+  return {reason, rank, pid, "", 0, what + ", when no operation of this rank ran on its device"};
 }
 
 // Rank 0 launches for all ranks.

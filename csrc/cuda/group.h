@@ -23,11 +23,13 @@ class Group {
   // then in long waits on the host, and may throw.
   Group(std::shared_ptr<cpu::Group> host, std::shared_ptr<Endpoint> endpoint,
         std::shared_ptr<SharedLaunch> shared, void (*interrupt)() = nullptr);
-  // Waits until all work on the device is done.
+  // Waits until all work on the device is done. Not in a forked child: CUDA does not survive a fork, and
+  // the end of a condition variable would wait for the thread that waits for it, which is not there.
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
+  bool forked() const { return host_->forked(); }
   int device() const { return endpoint_->device(); }
   // Enqueues an uncompressed operation on the stream. A failure here aborts the group; the next call, or
   // check(), raises a failure in the kernel.

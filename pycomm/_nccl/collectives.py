@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from pycomm import _C, _work
 from pycomm._inputs import operation_of
+from pycomm._runtime.cuda import current_stream
 from pycomm._runtime.plan import check_over_nccl
 from pycomm._work import Work, dense_stand_ins
 
@@ -309,7 +310,7 @@ def _enqueued(flow: Callable[[NcclExchange], None]) -> Collective:
             exchange = NcclExchange(span, flat, flat_result, op, root)
             span.enqueue(source.device, lambda: flow(exchange), (given, made))
         finish()
-        return Work(None) if async_op else result
+        return Work(None, stream=current_stream(source)) if async_op else result
 
     return run
 

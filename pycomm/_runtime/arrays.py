@@ -132,6 +132,8 @@ def run_on_their_stream(
         return function()
     with _on_stream_of(arrays, tensors):
         made = function()
+    if hasattr(made, "_stream"):
+        made._stream = None  # the library's own, on which its next work is, too
     if (finish := getattr(made, "_finish", None)) is not None:
         made._finish = functools.partial(_finish_on_stream, finish, arrays, tensors)
     return made

@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from pycomm._runtime.torch_private import (
 from pycomm._runtime.turns import locked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pycomm._runtime.lifetime import Member
 
@@ -278,7 +278,7 @@ class CudaHeap:
     def _release_with(self, tensor: torch.Tensor) -> None:
         """Releases a tensor's memory once its storage is gone; in a capture, never."""
         ranges = None if torch.cuda.is_current_stream_capturing() else self.ranges
-        kept = self.memory, ranges, tensor.data_ptr()
+        kept = self.memory, ranges, tensor.untyped_storage().data_ptr()  # also if it is empty
         weakref.finalize(tensor.untyped_storage(), _release, *kept).atexit = False
 
 
@@ -314,6 +314,80 @@ class NonfiniteFlag:
         self.event.synchronize()
         self._check()
         return bool(self.word.item())
+
+
+def current_stream(tensor: torch.Tensor) -> tuple[int, int]:
+    """The number of a tensor's device, and the handle of its current stream."""
+    return tensor.get_device(), torch.cuda.current_stream(tensor.device).cuda_stream
+
+
+def follow(device: int, handle: int) -> None:
+    """Makes the current stream of a device wait for another one, unless that is the current one."""
+    current = torch.cuda.current_stream(device)
+    if current.cuda_stream != handle:
+        current.wait_stream(torch.cuda.ExternalStream(handle, device=device))  # type: ignore[no-untyped-call]
+
+
+class ExchangeStream:
+    """A stream for the exchanges of gradients, with times for which backwards wait for them there.
+
+    Args:
+        device: the device.
+
+    Attributes:
+        stream: the stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._last: list[_Ends] = []  # of the last step
+        self._before: list[_Ends] = []  # of earlier steps, not counted yet
+
+    @contextlib.contextmanager
+    def follow(self) -> Iterator[torch.cuda.Stream]:
+        """Makes it the current stream, after what the current one has to do so far."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield self.stream
+
+    def note_end(self) -> None:
+        """Records the ends of a backward and of its exchanges; in a capture it does nothing."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        ends = _Ends(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))  # type: ignore[no-untyped-call]
+        ends.backward.record(torch.cuda.current_stream(self.stream.device))
+        ends.exchanges.record(self.stream)
+        self._last.append(ends)
+
+    def count(self) -> float:
+        """Begins a step; seconds of earlier steps that have ended, each counted once."""
+        self._before += self._last
+        self._last = []
+        seconds = 0.0
+        if not torch.cuda.is_current_stream_capturing():
+            while self._before and self._before[0].have_come():
+                seconds += self._before.pop(0).seconds()
+        return seconds
+
+    def waits(self) -> tuple[float, float]:
+        """Seconds of the last step, and of earlier ones that are not counted yet. Waits."""
+        for ends in (*self._before, *self._last):
+            ends.backward.synchronize()
+            ends.exchanges.synchronize()
+        return sum(map(_Ends.seconds, self._last)), sum(map(_Ends.seconds, self._before))
+
+
+class _Ends(NamedTuple):
+    backward: torch.cuda.Event
+    exchanges: torch.cuda.Event
+
+    def have_come(self) -> bool:
+        """True once both have come; nothing says which one comes first."""
+        return all(end.query() for end in self)  # type: ignore[no-untyped-call]
+
+    def seconds(self) -> float:
+        """How long work after the backward waits for the exchanges."""
+        return max(float(self.backward.elapsed_time(self.exchanges)), 0.0) / 1e3
 
 
 class Codecs:

@@ -38,7 +38,7 @@ from pycomm.group import Group
 if TYPE_CHECKING:
     from typing import Self
 
-    from pycomm._runtime.cuda import HostMirror
+    from pycomm._runtime.cuda import ExchangeStream, HostMirror
     from pycomm._training.explain import ExchangePlan
 
 
@@ -154,8 +154,8 @@ class CommState(HookState):
         self._plan_anew()
         self._flying = PendingExchanges()
         self._now = StepStatistics()
-        self._stream: torch.cuda.Stream | None = None
-        self._placed = False  # True once residuals are on the gradients' device
+        self._stream: ExchangeStream | None = None
+        self._placed: torch.device | None = None  # where residuals are used, from the first step on
 
     @property
     def group(self) -> Group:
@@ -292,7 +292,7 @@ class CommState(HookState):
             return
         begin = time.perf_counter()
         if self._stream is not None:
-            self._now.time_stream(self._stream)
+            self._stream.note_end()
         with record_range(self._group or self.group, "finish"):
             for flight in flights:
                 flight.wait()
@@ -300,8 +300,7 @@ class CommState(HookState):
 
     def count_step(self, bytes_in: int, bytes_wire: int, waited: float) -> None:
         """Counts a step whose gradients are averaged by shards; see :class:`Step`."""
-        self._exposed_before += self._now.exposed()
-        self._now = StepStatistics(bytes_in=bytes_in, bytes_wire=bytes_wire, waited=waited)
+        self._begin_statistics(StepStatistics(None, set(), [], bytes_in, bytes_wire, waited=waited))
         self.step, self._timed = self.step + 1, self._timed + 1
 
     def give_back(self) -> None:
@@ -338,7 +337,7 @@ class CommState(HookState):
         check_successor(group)
         self._give_back_dropped()
         self._now.give_back_if_failed()
-        self._exposed_before += self._now.exposed()
+        self._begin_statistics(StepStatistics())
         stays = False  # True on a rank with residuals from the previous group
         if group is not self._group:
             if self._group is not None and self._residuals and self.step > 0:
@@ -368,8 +367,7 @@ class CommState(HookState):
         self._settle()
         if (self._now.flights or self._now.bytes_in) and self.step > self._warmup_steps:
             self._residuals.undo_exchange()
-            self._exposed_before += self._now.exposed()
-            self._now = StepStatistics()
+            self._begin_statistics(StepStatistics())
         if self._residuals.keep_before():
             self._plan_anew()
 
@@ -396,7 +394,8 @@ class CommState(HookState):
             ``residuals_lost``: the number of ranks that were lost with their residuals.
         """
         self._settle()
-        exposed = self._now.exposed()
+        last, earlier = self._stream.waits() if self._stream else (0.0, 0.0)
+        exposed, before = self._now.waited + last, self._exposed_before + earlier
         flights, group = self._now.flights, self.group
         sizes = [self._now.bytes_in, *(flight.buffer.nbytes for flight in flights)]
         bytes_dense = sum(dense_wire_bytes(size, group) for size in sizes)
@@ -407,8 +406,8 @@ class CommState(HookState):
             "bytes_wire": float(bytes_wire),
             "ratio": bytes_dense / bytes_wire if bytes_wire else 1.0,
             "exposed_ms": 1e3 * exposed,
-            "exposed_ms_total": 1e3 * (self._exposed_before + exposed),
-            "exposed_ms_mean": 1e3 * (self._exposed_before + exposed) / max(self._timed, 1),
+            "exposed_ms_total": 1e3 * (before + exposed),
+            "exposed_ms_mean": 1e3 * (before + exposed) / max(self._timed, 1),
             "residual_norm": self._residuals.norm(),
             "residuals_lost": float(self._residuals_lost),
         }
@@ -496,8 +495,7 @@ class CommState(HookState):
             self._residuals.check_owner((int(owner), saved), (rank, size))
             self._residuals.load([dump])
         self.step = state_dict["step"]
-        self._exposed_before += self._now.exposed()
-        self._now = StepStatistics()
+        self._begin_statistics(StepStatistics())
         self._flying.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -521,6 +519,10 @@ class CommState(HookState):
 
     # Steps.
 
+    def _begin_statistics(self, statistics: StepStatistics) -> None:
+        self._exposed_before += self._now.waited + (self._stream.count() if self._stream else 0.0)
+        self._now = statistics
+
     def _settle(self) -> None:
         """Updates residuals for steps whose means were not used."""
         self._give_back_dropped()
@@ -539,13 +541,14 @@ class CommState(HookState):
                 flight.give_back()
 
     def _begin_step(self, device: torch.device, group: Group) -> None:
-        if not self._placed:
-            self._residuals.to(torch.device("cpu") if group._exchanges_on_host(device) else device)
-            self._placed = True
+        place = torch.device("cpu") if group._exchanges_on_host(device) else device
+        if place != self._placed:  # at first, or the model has been moved
+            self._plan_anew()
+            self._residuals.to(place)
+            self._placed, self._stream = place, None
         if (scale := self._scale.read(group)) is not None:
             self._residuals.settle(scale)
-        self._exposed_before += self._now.exposed()
-        self._now = StepStatistics(scale)
+        self._begin_statistics(StepStatistics(scale))
         self._flying.clear()  # of backwards that never ended
         self.step, self._timed = self.step + 1, self._timed + 1
         if scale is not None and self.step > self._warmup_steps:
@@ -565,11 +568,12 @@ class CommState(HookState):
             return PendingExchange(exchange, buffer, core, finish)
         device = buffer.device
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
+            from pycomm._runtime.cuda import ExchangeStream
+
+            self._stream = ExchangeStream(device)
+        with self._stream.follow() as stream:
             exchange.enqueue(step, group, device)
-            buffer.record_stream(self._stream)
+            buffer.record_stream(stream)
             flight = PendingExchange(exchange, buffer, None, group.check)
             flight.future.set_result(buffer)
         return flight

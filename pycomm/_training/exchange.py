@@ -338,6 +338,12 @@ class Planner:
                 kept[f"{kind}_before"] = before
         if scale is not None:
             kept["scale"] = scale
+        for kind, other in kept.items():
+            if other.device != tensor.device:
+                raise ValueError(
+                    "compressed gradients must lie on one device, with their loss scale: that of "
+                    f"{entry.name or 'a parameter'} is on {tensor.device}, {kind} on {other.device}"
+                )
         call: _C.Call | StepFlow
         if group._spans(tensor.device):
             from pycomm._nccl.compressed import coded_mean_flow
@@ -458,10 +464,6 @@ class PendingExchange(Work):
             self._given_back = True
             self._exchange.give_back()
 
-    def land(self) -> None:
-        """Waits until the operations have run, and raises their error."""
-        self._complete()
-
     def wait(self) -> None:
         """Waits for the exchange, completes the future, and raises the error if one failed."""
         self._complete()
@@ -577,13 +579,12 @@ class StepStatistics:
     bytes_wire: int = 0
     undecided: bool = False
     waited: float = 0.0
-    _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def wait(self) -> None:
         """Waits until all exchanges have succeeded or failed, and none uses memory."""
         for flight in self.flights:
             with contextlib.suppress(PycommError):
-                flight.land()
+                flight._complete()
 
     def give_back(self) -> None:
         """Adds the unused means to residuals, so that nothing is lost."""
@@ -598,7 +599,7 @@ class StepStatistics:
         landed, failed = [], self.undecided
         for flight in self.flights:
             try:
-                flight.land()
+                flight._complete()
             except PycommError:
                 failed = True
             else:
@@ -606,19 +607,3 @@ class StepStatistics:
         for flight in landed if failed else ():
             if flight.buffer.is_cpu:
                 flight.give_back()
-
-    def time_stream(self, stream: torch.cuda.Stream) -> None:
-        """Records the ends of backward and of the exchanges on their streams."""
-        begin: torch.cuda.Event
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record(torch.cuda.current_stream(stream.device))
-        end.record(stream)
-        self._waits.append((begin, end))
-
-    def exposed(self) -> float:
-        """Seconds for which backward has waited, on the CPU and on CUDA."""
-        exposed = self.waited
-        for begin, end in self._waits:
-            end.synchronize()
-            exposed += max(begin.elapsed_time(end), 0.0) / 1e3
-        return exposed

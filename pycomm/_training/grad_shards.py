@@ -193,7 +193,7 @@ class GradShardBuffers:
     """
 
     def __init__(self, shards: Shards, buckets: Sequence[Bucket], slot_bytes: int) -> None:
-        self._shards = shards
+        self._group, self._layout = shards.group, shards.layout  # shards have this object
         ranks = shards.group.size
         nbytes = slots_bytes(slot_bytes, ranks)
         self._slot_bytes = nbytes // SLOTS
@@ -206,23 +206,25 @@ class GradShardBuffers:
         self._kept: set[int] = set()  # ids of parameters whose gradient is the stand-in
         self._gathered: dict[int, TensorWeakRef] = {}  # whole gradients, by the parameter's id
         self.buffers: list[torch.Tensor] = []
-        self._portions = {id(bucket.parameters[0]): self._divide(bucket) for bucket in buckets}
+        self._portions = {
+            id(bucket.parameters[0]): self._divide(shards, bucket) for bucket in buckets
+        }
         self._adds: set[int] = set()  # ids of parameters whose averages are added to
         self._zeroed: set[int] = set()  # ids of parameters whose stand-in was zeroed
         self._works: list[Work | None] = [None] * SLOTS
         self._sent = self._gathered_bytes = 0
 
-    def _divide(self, bucket: Bucket) -> list[_Portion]:
+    def _divide(self, shards: Shards, bucket: Bucket) -> list[_Portion]:
         """Makes this rank's memory for a bucket, and cuts the bucket into portions."""
-        ranks, dtype = self._shards.group.size, bucket.flat.dtype
-        spans, count = self._spans(bucket.parameters)
+        ranks, dtype = self._group.size, bucket.flat.dtype
+        spans, count = _spans(shards, bucket.parameters)
         block = huge_page_zeros(count, dtype, self.memory.device)
         self.buffers.append(block)
         for parameter in bucket.parameters:
             self._own[id(parameter)] = block[:0]
             self._stand_ins[id(parameter)] = _StandIn(parameter, dtype)
         for span in spans:
-            if span.owned.rank == self._shards.group.rank:
+            if span.owned.rank == self._group.rank:
                 place = block[span.place : span.place + span.owned.end - span.owned.begin]
                 self._own[id(bucket.parameters[span.number])] = place
         room = self._slot_bytes // ranks // dtype.itemsize
@@ -230,18 +232,6 @@ class GradShardBuffers:
             _portion(spans, block, at, min(at + room, count)) for at in range(0, count, room)
         )
         return [portion for portion in portions if portion.runs]  # others are padding
-
-    def _spans(self, parameters: Sequence[torch.Tensor]) -> tuple[list[_Span], int]:
-        """The places of a bucket's parameters in blocks, and the size of a block."""
-        shards, spans = self._shards, []
-        first, last = shards.extent(parameters)
-        count = (last - first) // shards.group.size
-        for number, parameter in enumerate(parameters):
-            begin = shards.layout[parameter].offset - first
-            for owned in _part(parameter).ranges:
-                place = begin + owned.begin - owned.rank * count
-                spans.append(_Span(number, owned, place))
-        return spans, count
 
     def is_divided(self, parameter: torch.Tensor) -> bool:
         """True if this rank's part of the parameter's gradient lies here.
@@ -332,7 +322,7 @@ class GradShardBuffers:
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
-            self._shards.group.check()
+            self._group.check()
         gathered, self._gathered_bytes, self._sent = self._gathered_bytes, 0, 0
         return gathered
 
@@ -367,7 +357,7 @@ class GradShardBuffers:
         weighing: WeightedMean | None,
     ) -> Work:
         """Fills a slot, and starts to average each block at its owner."""
-        group, (own, runs) = self._shards.group, portion
+        group, (own, runs) = self._group, portion
         adds = [id(parameters[run.number]) in self._adds for run in runs]
         begin, nbytes = slot * self._slot_bytes, group.size * own.nbytes
         flat = self.memory[begin : begin + nbytes].view(own.dtype)
@@ -395,7 +385,7 @@ class GradShardBuffers:
             return
         if self._stream is not None:
             gradient.record_stream(self._stream)  # it is dropped before the copy has run
-        strides = self._shards.layout[parameter].strides
+        strides = self._layout[parameter].strides
         if gradient.stride() != strides:
             dense = gradient.new_empty_strided(gradient.shape, strides)
             gradient = parameter.grad = dense.copy_(gradient.detach())
@@ -407,6 +397,19 @@ class GradShardBuffers:
         work, self._works[slot] = self._works[slot], None
         if work is not None:
             work.wait()
+
+
+def _spans(shards: Shards, parameters: Sequence[torch.Tensor]) -> tuple[list[_Span], int]:
+    """The places of a bucket's parameters in blocks, and the size of a block."""
+    spans = []
+    first, last = shards.extent(parameters)
+    count = (last - first) // shards.group.size
+    for number, parameter in enumerate(parameters):
+        begin = shards.layout[parameter].offset - first
+        for owned in _part(parameter).ranges:
+            place = begin + owned.begin - owned.rank * count
+            spans.append(_Span(number, owned, place))
+    return spans, count
 
 
 def _part(parameter: torch.Tensor) -> Part:

@@ -110,9 +110,8 @@ def _record_step(
     def start_noted(buffer: torch.Tensor, *args: Any, **options: Any) -> Any:
         ready = now(device)
         future = start(buffer, *args, **options)
-        handed.append(
-            (buffer.nbytes, ready, None if device == "cpu" else now(device, state._stream))
-        )
+        own = state._stream
+        handed.append((buffer.nbytes, ready, None if own is None else now(device, own.stream)))
         return future
 
     def backward_noted(loss: torch.Tensor) -> None:

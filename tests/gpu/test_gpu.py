@@ -391,9 +391,37 @@ def freed_at_once(group: pycomm.Group) -> list[float]:
     return kept.unique().tolist()
 
 
-def test_memory_that_is_freed_at_once() -> None:
-    """The emulated device notices if memory could be used again too early."""
+def waited_for_elsewhere(group: pycomm.Group) -> list[float]:
+    """One stream runs the operations, and another one waits for each and reads its result."""
+    x, strided = torch.ones(4099, device="cuda"), torch.ones(4, 2, device="cuda")
+    lists = [torch.empty_like(x) for _ in range(group.size)]
+    here = torch.cuda.current_stream()
+    runs, reads = torch.cuda.Stream(), torch.cuda.Stream()
+    runs.wait_stream(here)
+    calls: list[Callable[[], pycomm.Work]] = [
+        functools.partial(pycomm.all_reduce, x),
+        functools.partial(pycomm.all_reduce, strided[:, 1]),
+        functools.partial(pycomm.gather, x, lists if group.rank == 1 else None, 1),
+        functools.partial(pycomm.compressed_all_reduce, x, pycomm.Int8()),
+    ]
+    results = []
+    for call in calls:
+        with torch.cuda.stream(runs):
+            work = call(group=group, async_op=True)
+        with torch.cuda.stream(reads):
+            work.wait()
+            results.append(sum(y.sum().item() for y in (x, strided, *lists[: group.rank])))
+        runs.wait_stream(reads)
+    here.wait_stream(reads)
+    return results
+
+
+def test_memory_that_streams_share() -> None:
+    """The emulated device ends a process whose streams use memory without an order."""
     assert gpu_ranks.run(2, gpu_ranks.PEER, freed_at_once) == [[2], [2]]
+    first, second = gpu_ranks.run(2, gpu_ranks.PEER, waited_for_elsewhere)
+    assert first == [2 * 4099 + 8, 2 * 4099 + 12, 2 * 4099 + 12, 2 * 4099 + 12]
+    assert second[2:] == [4 * 4099 + 12, 4 * 4099 + 12]
 
 
 def count_meetings(group: pycomm.Group) -> tuple[int, float]:

@@ -235,20 +235,24 @@ def test_groups_are_split_from_one_with_a_device() -> None:
 
 
 def coalesced(rank: int, size: int) -> list[Any]:
-    x = [torch.full((4,), float(rank + i), device="cuda") for i in range(2)]
-    with dist._coalescing_manager(device=torch.device("cuda", torch.cuda.current_device())):
-        for part in x:
-            dist.all_reduce(part)
+    x = [torch.full((4,), float(rank + i), device="cuda") for i in range(4)]
+    device = torch.device("cuda", torch.cuda.current_device())
+    for async_op, parts in (False, x[:2]), (True, x[2:]):
+        with dist._coalescing_manager(device=device, async_ops=async_op) as works:
+            for part in parts:
+                dist.all_reduce(part)
+        if async_op:
+            works.wait()  # the emulated device ends a process that uses results without it
     outputs = [[torch.empty(n, device="cuda") for n in (2, 2 * rank + 1)] for rank in range(size)]
     given = [torch.full((n,), float(rank), device="cuda") for n in (2, 2 * rank + 1)]
     dist.all_gather_coalesced(outputs, given)
-    return [x[0][0].item(), x[1][0].item(), [part.unique().tolist() for o in outputs for part in o]]
+    return [[part[0].item() for part in x], [part.unique().tolist() for o in outputs for part in o]]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_coalesced_operations() -> None:
     """Also with lists of which kernels can gather only some."""
-    assert run(2, coalesced) == [[1.0, 3.0, [[0.0], [0.0], [1.0], [1.0]]]] * 2
+    assert run(2, coalesced) == [[[1.0, 3.0, 5.0, 7.0], [[0.0], [0.0], [1.0], [1.0]]]] * 2
 
 
 def train(model: torch.nn.Module, rank: int, device: str) -> list[torch.Tensor]:

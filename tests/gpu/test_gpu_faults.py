@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import helpers
 import pytest
 import torch
@@ -77,6 +78,18 @@ def test_every_rank_learns_who_failed(tmp_path: Path, how: str, kind: type) -> N
             assert type(error) is kind
             assert how == "late" or error.rank == 1
             assert at - began < (20 if how == "late" else 9)  # 10 s are the timeout
+
+
+def test_a_forked_child_gives_the_group_up() -> None:
+    """Its copies of the threads that watch kernels never run."""
+
+    def total(group: pycomm.Group) -> float:
+        return pycomm.all_reduce(torch.ones(3, device="cuda"), group=group).sum().item()
+
+    with pycomm.LocalWorld(2) as world:
+        assert world.run(total) == [6, 6]
+        forked.in_child(world.close)
+        assert world.run(total) == [6, 6]
 
 
 def go_on(group: pycomm.Group) -> tuple[float, float]:

@@ -50,6 +50,7 @@ def use_again(group: pycomm.Group) -> list[int]:
     assert both.tolist() == [3.0] * both.numel()
     assert first.tolist() == last.tolist() == [group.rank + 1.0] * first.numel()
     del first, both, last
+    group.empty(0, device="cuda")  # has a place, too, which goes with it
     with pytest.raises(MemoryError, match=f" {HEAP} are free, the largest block has {HEAP}"):
         make(group, 0, blocks=5)
     return seen

@@ -114,6 +114,9 @@ def test_a_kernel_that_waits_alone_ends(how: str, kind: type[pycomm.CollectiveEr
     assert {rank: error.rank for rank, error in errors.items()} == (
         {0: 1} if how == "dies" else {0: 1, 1: 1}
     )
+    if how == "late":
+        assert "when no operation of this rank ran on its device" in str(errors[1])
+        assert (errors[0].operation, errors[1].operation) == ("all_reduce", "")
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import compressing
 import ddp
 import gpu_nodes
 import gpu_ranks
@@ -80,6 +81,66 @@ def test_bits_of_the_cpu(layout: str, front: str, name: str) -> None:
 @pytest.mark.parametrize(("front", "name"), sweep.half_of(FRONTS, ddp.COMPRESSIONS))
 def test_bits_of_the_cpu_between_nodes(front: str, name: str) -> None:
     gpu_nodes.run([2, 1], on_both, train, front, name)
+
+
+def on_devices(group: pycomm.Group, *devices: str) -> list[torch.Tensor]:
+    """Averages of a gradient that lies on one device after the other."""
+    weights = torch.nn.Parameter(torch.zeros(5000))
+    state = hooks.Int8State([("weights", weights)], exclude=lambda *_: False, group=group)
+    seen = []
+    for step, device in enumerate(devices):
+        gradient = compressing.gradient(torch.float32, 5000, group.rank, step).to(device)
+        state.start(gradient, [weights])
+        state.finish()
+        assert state.residual("weights").device == gradient.device
+        seen.append(gradient.cpu())
+    return seen
+
+
+def test_residuals_follow_the_gradients_to_another_device() -> None:
+    with pycomm.LocalWorld(2) as world:
+        found = world.run(on_devices, "cuda", "cpu", "cuda")
+        wanted = world.run(on_devices, "cpu", "cpu", "cpu")
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+
+
+def test_compressed_gradients_on_two_devices_are_refused() -> None:
+    with pycomm.LocalWorld(2) as world:
+
+        def body(group: pycomm.Group) -> None:
+            first, second = (torch.nn.Parameter(torch.zeros(300)) for _ in range(2))
+            named = [("first", first), ("second", second)]
+            state = hooks.Int8State(named, exclude=lambda *_: False, group=group)
+            state.start(torch.ones(300, device="cuda"), [first])
+            with pytest.raises(ValueError, match="second is on cpu, residual on cuda:0"):
+                state.start(torch.ones(300), [second])
+            state.finish()
+
+        world.run(body)
+
+
+def test_no_step_waits_for_the_exchange_before() -> None:
+    """Not even to know how long that one took; the emulated device refuses to wait."""
+
+    def steps(group: pycomm.Group) -> hooks.AllReduceState:
+        weights, gradient = torch.nn.Parameter(torch.zeros(9)), torch.ones(9, device="cuda")
+        state = hooks.AllReduceState(group=group)
+        for _ in range(3):
+            state.start(gradient, [weights])
+            state.finish()
+        return state
+
+    with pycomm.LocalWorld(2) as world:
+        world.run(steps)  # connects
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            states = world.run(steps)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for stats in (state.stats() for state in states):
+            assert 0 <= stats["exposed_ms"] <= stats["exposed_ms_total"]
+            assert stats["exposed_ms_mean"] == pytest.approx(stats["exposed_ms_total"] / 3)
 
 
 def train_locally(group: pycomm.Group, device: str, name: str) -> list[torch.Tensor]:

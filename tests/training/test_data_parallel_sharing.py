@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import weakref
 
 import ddp
 import helpers
@@ -112,6 +113,12 @@ def dropped(group):
     model = wrap(model.module, group)
     del loss
     check_steps(group, model, alone)
+    for stage in ("optimizer", "gradients"):
+        sharded = wrap(copy.deepcopy(NETWORK), group, shard=stage)
+        wrapped.batch_loss(sharded, group.rank, 0).backward()
+        memory = weakref.ref(sharded._own_exchange.strategy.shards.arena.untyped_storage())
+        del sharded
+        assert memory() is None, stage
     gc.enable()
     assert [len(p._post_accumulate_grad_hooks) for p in module.parameters()] == [1] * 4
 
