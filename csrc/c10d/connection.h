@@ -46,18 +46,25 @@ class CallingBack {
 // another thread if this thread is running a callback.
 void drop(pybind11::object object);
 
-// Holds a mutex. It is always taken without the GIL, so that no thread holds one and waits for the
-// other; and as long as this exists, the thread does not hold the GIL.
-class LockWithoutGil {
+// As long as it exists, this thread does not hold the GIL.
+class WithoutGil {
  public:
-  explicit LockWithoutGil(std::mutex& mutex) {
+  WithoutGil() {
     if (PyGILState_Check() != 0) no_gil_.emplace();
-    lock_ = std::unique_lock(mutex);
   }
 
  private:
   std::optional<pybind11::gil_scoped_release> no_gil_;
-  std::unique_lock<std::mutex> lock_;
+};
+
+// Holds a mutex, without the GIL, so that no thread holds one and waits for the other.
+class LockWithoutGil {
+ public:
+  explicit LockWithoutGil(std::mutex& mutex) : lock_(mutex) {}
+
+ private:
+  const WithoutGil no_gil_;
+  const std::unique_lock<std::mutex> lock_;
 };
 
 // A group of pycomm._C, made by a Python function at its first use.

@@ -15,6 +15,12 @@
 
 namespace pycomm::c10d {
 
+// For synchronize(), which torch calls with the GIL. Operations need it between nodes, and to fail.
+inline void wait_without_gil(::c10d::Work& work) {
+  const WithoutGil no_gil;
+  work.wait(kNoTimeout);
+}
+
 // An operation that the host runs.
 class Work : public ::c10d::Work {
  public:
@@ -25,7 +31,7 @@ class Work : public ::c10d::Work {
   // Blocks until the operation is complete, and throws its error. With a timeout, throws
   // c10::DistBackendError when it is over; the operation goes on.
   bool wait(Milliseconds timeout) override;
-  void synchronize() override { wait(kNoTimeout); }
+  void synchronize() override { wait_without_gil(*this); }
   void blockCurrentStream() override { wait(kNoTimeout); }
   void abort() override { native().abort(connection_->group()); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_.get(); }
@@ -113,7 +119,7 @@ class CoalescedWork final : public ::c10d::Work {
     for (auto& work : works_) work->wait(timeout);
     return true;
   }
-  void synchronize() override { wait(kNoTimeout); }
+  void synchronize() override { wait_without_gil(*this); }
   void blockCurrentStream() override { wait(kNoTimeout); }
 
  private:
@@ -133,7 +139,7 @@ class KernelWork final : public ::c10d::Work {
   bool isCompleted() override { return native().has_passed(order_.done()); }
   // Later work of the current stream waits for the operation. Throws as enqueue().
   bool wait(Milliseconds timeout) override;
-  void synchronize() override { wait(kNoTimeout); }
+  void synchronize() override { wait_without_gil(*this); }
   void blockCurrentStream() override { wait(kNoTimeout); }
   void abort() override { native().abort(connection_->group()); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_.get(); }

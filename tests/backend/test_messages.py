@@ -213,6 +213,17 @@ def test_messages_among_collectives():
     assert backends.run(3, collectives_between) == [(60.0, True)] * 3
 
 
+def synchronize(rank, size):
+    """torch calls Work.synchronize() with the GIL, which operations between nodes need."""
+    x, y, cpu = torch.ones(4), torch.full((4,), float(rank)), torch.device("cpu")
+    dist.all_reduce(x, async_op=True).synchronize()
+    assert (x == size).all()
+    dist.group.WORLD._start_coalescing(cpu)
+    dist.broadcast(y, 1, async_op=True)
+    dist.group.WORLD._end_coalescing(cpu).synchronize()
+    assert (y == 1).all()
+
+
 def pretending(rank, size, store, nodes):
     """Between nodes, only sparse tensors go over Gloo."""
     spanning.pretend(nodes[rank])
@@ -248,6 +259,7 @@ def pretending(rank, size, store, nodes):
     objects = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": n} for n in range(size)]
+    synchronize(rank, size)
     told = [record.getMessage() for record in logged.buffer if "goes over Gloo" in record.msg]
     sparse = torch.sparse_coo_tensor([[rank]], [1.0], (size,))
     dist.all_reduce(sparse)
