@@ -191,8 +191,7 @@ class FusedOptimizer(DividedOptimizer):
 
             steps = shard_executor(device, tables, shards, self._on_cuda)
         elif device.type == "cuda" and self._offloaded is not None:
-            numbers = [self.state[param]["step"] for param in prepared.params]
-            steps = self._offloaded.executor(tables, numbers, self._on_cuda)
+            steps = self._offloaded.executor(self, prepared)
         elif device.type == "cpu":
             steps = OnCpu(tables)
         else:

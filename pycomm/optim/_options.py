@@ -32,9 +32,9 @@ class Options(TypedDict, total=False):
         max_norm: clips the norm of all gradients together, as
             :func:`torch.nn.utils.clip_grad_norm_` does, but does not write the gradients.
         offload: ``"pinned"`` keeps states and master weights of CUDA parameters in pinned host
-            memory; a step passes them through 96 MiB of the device. The bits stay the same. It
-            changes nothing for parameters on the CPU. Not for LAMB, sharded parameters, DTensors
-            and captured steps.
+            memory. Each step passes them through 96 MiB of the device, or is done on the host,
+            whichever is faster; the bits stay the same. It changes nothing for parameters on the
+            CPU. Not for LAMB, sharded parameters, DTensors and captured steps.
     """
 
     master_weights: str | None

@@ -33,7 +33,7 @@ OWN = {"step", MASTER, REMAINDER, *(name + end for name in _KEPT for end in (*FO
 
 # enum class Storage of csrc/core/optim/optimizer.h.
 _KINDS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 5}
-CODE8 = 5
+FP32, CODE8 = 1, 5
 STORAGE_BYTES = (0, 4, 2, 2, 2, 1)  # of an element
 _MASTER_KINDS = {
     "fp32": (MASTER, 1 << 16, torch.float32, (torch.float16, torch.bfloat16)),

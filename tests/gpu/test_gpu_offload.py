@@ -1,4 +1,4 @@
-"""States in pinned host memory: the bits of states beside their parameters, and their memory."""
+"""States in pinned host memory: the bits of states beside their parameters, for steps on both."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ import gpu_ranks
 import pytest
 import torch
 from optimizing import Case, gradients, parameters, set_gradients
-from test_gpu_optim import BF16, F16, SHAPES, assert_same, moved, poison, raw
+from test_gpu_optim import BF16, F16, F32, SHAPES, assert_same, moved, poison, raw
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import pycomm
 import pycomm.optim as optim
 from pycomm.optim import _offload
+from pycomm.optim._offload import Slots
 
 pytestmark = pytest.mark.gpu
+
+IS_FASTER = _offload.is_faster_on_host
 
 
 def cases() -> Iterator[Case]:
@@ -31,16 +34,30 @@ def cases() -> Iterator[Case]:
             yield Case(name, dtype=F16, master="fp32", states=states)
             yield Case(name, dtype=BF16, master="remainder", states=states)
         yield Case(name, dtype=BF16, states="8bit", stochastic=True, seed=5)
+    yield Case("adamw", dtype=BF16)
+    yield Case("adamw", dtype=BF16, grad_dtype=F32, master="fp32")
     yield Case("adam", {"amsgrad": True}, dtype=BF16, master="fp32", states="8bit")
     yield Case("sgd", {"momentum": 0.0}, dtype=BF16, master="remainder")
     yield Case("sgd", {"momentum": 0.0})  # no states at all
 
 
-@pytest.fixture(params=(32 << 10, 32 << 20), ids=("pieces", "one piece"))
-def slot_bytes(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(_offload, "SLOT_BYTES", request.param)
-    bytes_: int = request.param
-    return bytes_
+@pytest.fixture(autouse=True)
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test depends on what this machine is faster at."""
+    monkeypatch.setattr(_offload, "is_faster_on_host", lambda *_: False)
+
+
+@pytest.fixture(params=(False, True), ids=("device", "host"))
+def on_host(request: Any, on_device: None, monkeypatch: pytest.MonkeyPatch) -> bool:  # noqa: ARG001
+    chosen: bool = request.param
+    monkeypatch.setattr(_offload, "is_faster_on_host", lambda *_: chosen)
+    return chosen
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in many pieces."""
+    monkeypatch.setattr(_offload, "SLOT_BYTES", 32 << 10)
 
 
 def pair(case: Case, **more: Any) -> tuple[Any, Any]:
@@ -56,11 +73,14 @@ def params_of(optimizer: Any) -> list[torch.nn.Parameter]:
     return optimizer.param_groups[0]["params"]
 
 
-def take_step(number: int, case: Case, *optimizers: Any) -> None:
+def take_step(number: int, case: Case, *optimizers: Any, spoilt: bool = False) -> None:
     for optimizer in optimizers:
         params = params_of(optimizer)
         on_cpu = [param.detach().cpu() for param in params]
-        set_gradients(params, [grad.cuda() for grad in gradients(on_cpu, number, case.grad_dtype)])
+        grads = gradients(on_cpu, number, case.grad_dtype)
+        if spoilt:
+            grads[1][7] = float("nan")
+        set_gradients(params, [grad.cuda() for grad in grads])
         optimizer.step()
 
 
@@ -75,22 +95,167 @@ def host_states(optimizer: Any) -> list[torch.Tensor]:
     return states
 
 
-@pytest.mark.usefixtures("slot_bytes")
+@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_bits_are_those_of_states_on_the_device(case: Case) -> None:
+def test_bits_are_those_of_states_on_the_device(case: Case, on_host: bool) -> None:
     beside, offloaded = pair(case, max_norm=1.0)
-    for step in range(4):
+    for step in range(5):
         for optimizer in (beside, offloaded):
             optimizer.grad_scale = torch.tensor(4.0, device="cuda")
-            optimizer.found_inf = None
-        if step == 2:
-            for optimizer in (beside, offloaded):
-                optimizer.found_inf = torch.ones((), device="cuda")
-        take_step(step, case, beside, offloaded)
+            optimizer.found_inf = torch.ones((), device="cuda") if step == 2 else None
+        take_step(step, case, beside, offloaded, spoilt=step == 3)
         assert raw(beside.grad_norm) == raw(offloaded.grad_norm)
+        assert float(beside.found_inf) == float(offloaded.found_inf) == (step in (2, 3))
     torch.cuda.synchronize()
     assert_same(beside, offloaded)
     host_states(offloaded)
+    assert offloaded._on_cuda.on_host == on_host
+    if on_host:
+        params = params_of(offloaded)
+        moved = [param.grad for param in params] + (params if case.master != "fp32" else [])
+        copies = [size for piece in offloaded._on_cuda._pieces for _, _, size in piece.ins]
+        assert sum(copies) == sum(tensor.nbytes for tensor in moved)
+
+
+@pytest.mark.usefixtures("on_host", "pieces")
+def test_a_scaler_clips_accumulated_gradients() -> None:
+    """The second of three steps has an infinite gradient, and is skipped."""
+    torch.manual_seed(0)
+    weight, batches = torch.randn(70, 60), torch.randn(6, 5, 60)
+    batches[3, 0, 0] = float("inf")
+    made = []
+    for offload in (None, "pinned"):
+        layer = torch.nn.Linear(60, 70, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+        layer.to("cuda", BF16)
+        optimizer = optim.FusedAdamW(
+            layer.parameters(),
+            lr=torch.tensor(0.1, device="cuda"),
+            max_norm=0.5,
+            master_weights="fp32",
+            offload=offload,
+        )
+        scaler = optim.GradScaler("cuda", init_scale=8.0)
+        for number, batch in enumerate(batches):
+            scaler.scale(layer(batch.to("cuda", BF16)).square().mean() / 2).backward()
+            if number % 2 == 1:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        assert scaler.get_scale() == 4.0
+        made.append(optimizer)
+    assert_same(*made)
+    assert float(made[1].state[params_of(made[1])[0]]["step"]) == 2.0
+
+
+@pytest.mark.usefixtures("pieces")
+def test_the_host_steps_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, copies into slots are made only when the host waits for them."""
+    log: list[str] = []
+    bring_in, bring_out, step = Slots.bring_in, Slots.bring_out, _offload._C.optimizer_step
+
+    class Arrival:
+        def __init__(self, *args: Any) -> None:
+            log.append("in")
+            self.args = args
+
+        def synchronize(self) -> None:
+            log.append("wait")
+            bring_in(*self.args).synchronize()
+
+    def out(*args: Any) -> torch.cuda.Event:
+        log.append("out")
+        return bring_out(*args)
+
+    def noted_step(*args: Any) -> None:
+        log.append("step")
+        step(*args)
+
+    case = Case("adamw", dtype=BF16, master="remainder", states="8bit")
+    beside, offloaded = pair(case)
+    take_step(0, case, beside)
+    monkeypatch.setattr(_offload, "is_faster_on_host", lambda *_: True)
+    monkeypatch.setattr(Slots, "bring_in", lambda *args: Arrival(*args))
+    monkeypatch.setattr(Slots, "bring_out", out)
+    monkeypatch.setattr(_offload._C, "optimizer_step", noted_step)
+    take_step(0, case, offloaded)
+    assert_same(beside, offloaded)
+    later = len(offloaded._on_cuda._pieces) - _offload.SLOTS
+    turn = ["wait", "step", "out"]
+    assert later > 0
+    assert log == ["in"] * _offload.SLOTS + [*turn, "in"] * later + turn * _offload.SLOTS
+    assert {slot.is_cpu for slot in offloaded._offloaded._slots._slots} == {True}
+
+
+# The host steps a parameter in the time in which the link moves `cost` bytes. With fp32 moments and
+# masters, AdamW moves 12 bytes of a bf16 parameter each way to step on the device, otherwise 2.
+@pytest.mark.parametrize(
+    ("case", "cost", "way"),
+    [
+        (Case("adamw", dtype=BF16, master="fp32"), 11, "host"),
+        (Case("adamw", dtype=BF16, master="fp32"), 13, "device"),
+        (Case("adamw", dtype=BF16, grad_dtype=F32, master="fp32"), 1, "host"),
+        (Case("adamw", dtype=BF16, master="remainder", states="8bit"), 3, "host"),  # 4 to 4.03
+        (Case("adamw", dtype=BF16, states="8bit"), 1, "device"),  # 2.03 each way, or 4 and 2
+        (Case("adamw"), 1, "device"),  # 8 each way, or 8 and 4
+    ],
+    ids=str,
+)
+def test_the_faster_way_is_taken(
+    case: Case,
+    cost: int,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(_offload, "is_faster_on_host", IS_FASTER)
+    monkeypatch.setattr(_offload, "link_rate", lambda _: 1e9)
+    monkeypatch.setattr(_offload, "host_rate", lambda *_: 1e9 / cost)
+    beside, offloaded = pair(case)
+    with caplog.at_level("INFO", "pycomm.optim"):
+        for step in range(3):
+            take_step(step, case, beside, offloaded)
+    assert_same(beside, offloaded)
+    assert offloaded._on_cuda.on_host == (way == "host")
+    (message,) = caplog.messages  # of the first step
+    assert f"steps on the {way}" in message
+
+
+def test_the_way_is_chosen_again_for_other_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the third step, a parameter whose moments are in 8 bits gets its first gradient."""
+    choices = [True, False]
+    monkeypatch.setattr(_offload, "is_faster_on_host", lambda *_: choices.pop())
+    case = Case("adamw", dtype=BF16, master="remainder", states="8bit")
+    beside, offloaded = optimizers = [
+        case.make(moved(parameters(BF16, shapes=[(33, 7), (3900,), (5000,)])), offload=offload)
+        for offload in (None, "pinned")
+    ]
+    ways = []
+    for step in range(4):
+        for optimizer in optimizers:
+            for param in params_of(optimizer)[: 2 if step < 2 else 3]:
+                param.grad = torch.full_like(param, 0.5)
+            optimizer.step()
+        assert_same(beside, offloaded)
+        slots = offloaded._offloaded._slots._slots
+        ways.append((offloaded._on_cuda.on_host, {slot.is_cpu for slot in slots}))
+    assert ways == [(False, {False})] * 2 + [(True, {True})] * 2
+
+
+def test_rates_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("adamw", {"amsgrad": True}, dtype=BF16, master="remainder", states="8bit")
+    _, offloaded = pair(case)
+    rates = []
+    for name in ("link_rate", "host_rate"):
+        measure = getattr(_offload, name)
+        monkeypatch.setattr(
+            _offload, name, lambda *of, measure=measure: rates.append(measure(*of)) or rates[-1]
+        )
+    monkeypatch.setattr(_offload, "is_faster_on_host", IS_FASTER)
+    take_step(0, case, offloaded)
+    assert len(rates) == 3  # of small parameters, moments are in fp32
+    assert all(1e3 < rate < 1e15 for rate in rates)
 
 
 def test_pieces_cut_large_parameters_and_join_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +272,7 @@ def test_pieces_cut_large_parameters_and_join_small_ones(monkeypatch: pytest.Mon
     monkeypatch.undo()
     take_step(1, Case("adamw"), offloaded)
     (piece,) = offloaded._on_cuda._pieces
-    assert len(piece.copies) == 1  # all states lie side by side
+    assert len(piece.ins) == len(piece.outs) == 1  # all states lie side by side
 
 
 def test_a_step_leaves_only_slots_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +377,7 @@ def test_a_failure_to_pin_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> N
         torch.zeros(1, device="cuda")
 
 
-@pytest.mark.usefixtures("slot_bytes")
+@pytest.mark.usefixtures("on_host", "pieces")
 @pytest.mark.parametrize("format", ["pycomm", "torch"])
 def test_checkpoints_cross(format: str) -> None:  # noqa: A002
     """Both load what either has saved, through a file, and go on with the same bits."""
@@ -267,7 +432,7 @@ def test_states_that_come_one_by_one_share_blocks() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
     (piece,) = optimizer._on_cuda._pieces  # type: ignore[union-attr]
-    assert len(piece.copies) == 1
+    assert len(piece.ins) == len(piece.outs) == 1
 
 
 def test_entries_of_a_program_stay_where_they_are() -> None:
@@ -308,6 +473,7 @@ def test_a_copied_optimizer_goes_on() -> None:
     assert_same(beside, offloaded)
 
 
+@pytest.mark.usefixtures("on_host")
 def test_parameters_that_come_later() -> None:
     """Some have no gradient at first, and a group is added."""
     case = Case("lion")
@@ -361,6 +527,7 @@ def test_states_follow_the_model_to_another_device(loads: bool) -> None:
     assert beside._on_cuda._device == offloaded._on_cuda._device == there
 
 
+@pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("master", ["fp32", "remainder"])
 def test_writes_to_parameters_between_steps(master: str) -> None:
     case = Case("adamw", dtype=BF16, master=master)
@@ -377,6 +544,7 @@ def test_writes_to_parameters_between_steps(master: str) -> None:
         assert raw(beside.full_weights(one)) == raw(offloaded.full_weights(other))
 
 
+@pytest.mark.usefixtures("on_host")
 def test_streams_take_turns() -> None:
     case = Case("adamw")
     beside, offloaded = pair(case)
