@@ -106,6 +106,7 @@ class Engine {
   [[noreturn]] void stop_with(std::uint64_t word, const std::string& cause);
   bool needs(int rank, bool died) const;
   void check_gone(int rank, bool died);
+  void end_receives_from(int rank);
   // `time` is the time in which this rank could run.
   void check_deadlines(Clock::time_point now, Clock::duration time);
   [[noreturn]] void time_out(const Request& request, Clock::duration time);

@@ -33,6 +33,14 @@ std::optional<Arrival> Matcher::take_arrival(const Envelope& wanted) {
   return arrival;
 }
 
+bool Matcher::forget(const RequestPtr& receive) {
+  const auto known = tags_.find(key(receive->envelope.channel, receive->envelope.tag));
+  if (known == tags_.end()) return false;
+  const bool found = known->second.receives.remove(receive) > 0;
+  erase_if_empty(known);
+  return found;
+}
+
 void Matcher::keep(RequestPtr receive) {
   tags_[key(receive->envelope.channel, receive->envelope.tag)].receives.push_back(
       std::move(receive));

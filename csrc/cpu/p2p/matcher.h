@@ -30,6 +30,8 @@ class Matcher {
   // Keeps a receive or an arrival that has found no match.
   void keep(RequestPtr receive);
   void keep(Arrival arrival);
+  // Forgets a posted receive. False if it is none, or has matched a message.
+  bool forget(const RequestPtr& receive);
   // Forgets all receives and arrivals.
   void clear() { tags_.clear(); }
 

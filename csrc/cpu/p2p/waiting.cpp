@@ -270,7 +270,21 @@ void Engine::look_for_the_gone(Clock::duration time) {
 
 // A rank is gone, and all that it has sent has been taken.
 void Engine::check_gone(int rank, bool died) {
+  if (!died) end_receives_from(rank);
   if (needs(rank, died)) stop_with(abort_word(Reason::peer_died, rank), {});
+}
+
+// A rank that has left in order owes the group nothing. So receives from it that nobody waits for end
+// alone, and the group goes on.
+void Engine::end_receives_from(int rank) {
+  const auto pending = node_.requests.pending();
+  for (const RequestPtr& request : pending) {
+    const bool is_waited_for = request->waiters > 0 || request->always_timed;
+    if (request->peer != rank || is_waited_for || !matcher_.forget(request)) continue;
+    const std::uint64_t word = abort_word(Reason::peer_died, rank);
+    request->error = std::make_exception_ptr(failure_of(word, *request, {}));
+    node_.requests.complete(request);
+  }
 }
 
 // True if a pending request needs a rank. A receive from any source needs every rank that has not

@@ -128,6 +128,25 @@ void notices_who_leaves() {
   });
 }
 
+void a_receive_that_nobody_waits_for_ends_alone() {
+  World world(3);
+  world.run([&](int r) {
+    if (r == 1) return world[1].close();
+    if (r == 2) {
+      send(world[2], content(2, 1, 100), 0);
+      must(recv(world[2], 100, 0) == content(0, 1, 100), "the group goes on");
+      return;
+    }
+    Bytes data(8);
+    const RequestPtr request = irecv(world[0], data, 1);
+    while (!request->completed()) std::this_thread::yield();
+    must(recv(world[0], 100, 2) == content(2, 1, 100), "the group goes on");
+    send(world[0], content(0, 1, 100), 2);
+    const CollectiveError error = error_of([&] { request->wait(); });
+    must(error.reason == Reason::peer_died && error.rank == 1, error.what());
+  });
+}
+
 void abort_ends_all() {
   World world(2);
   world.run([&](int r) {
@@ -387,6 +406,7 @@ int main() {
       {"a_receive_from_itself_times_out", a_receive_from_itself_times_out},
       {"a_send_times_out", a_send_times_out},
       {"notices_who_leaves", notices_who_leaves},
+      {"a_receive_that_nobody_waits_for_ends_alone", a_receive_that_nobody_waits_for_ends_alone},
       {"abort_ends_all", abort_ends_all},
       {"refuses_operations_without_a_thread", refuses_operations_without_a_thread},
       {"fails_if_a_small_send_needs_a_thread", fails_if_a_small_send_needs_a_thread},
