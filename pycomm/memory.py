@@ -332,11 +332,13 @@ def _memory_of(param: torch.Tensor) -> torch.Tensor:
 def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Gradients, and the flat memory that is reserved for them."""
     for param in params:
-        if param.grad is not None:
-            yield param.grad
         place = place_of(param)
         if place is not None and not place.piece.gradients.is_meta:
             yield place.piece.gradients
+            if param.grad is not None and place.holds_gradient(param.grad):
+                continue
+        if param.grad is not None:
+            yield param.grad
 
 
 # Peaks in each phase of a step.

@@ -47,8 +47,8 @@ class Piece:
 
     def give(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Makes the values in `view` the parameter's gradient."""
-        # A tensor of its own, because module.to() changes a gradient's data.
-        gradient = view.data
+        # Of its own: module.to() changes a gradient's data, share_memory_() frees its storage.
+        gradient = view.data if self.parameters is None else with_own_storage(view)
         parameter.grad = gradient
         self._given[view.data_ptr()] = weakref.ref(gradient)
 

@@ -222,8 +222,8 @@ class Errors(NamedTuple):
             here = f" (here {', '.join(moved)})" if moved else ""
             return (
                 f"parameters on ranks {self.moved} of {group.size}{here} have left the memory in "
-                "which the wrapper shards them, as by share_memory() or model.to(): wrap the model "
-                "anew"
+                "which the wrapper shards them, as by share_memory(), model.to() or p.data = ...: "
+                "use p.copy_(), or wrap the model anew"
             )
         return ""
 

@@ -324,17 +324,17 @@ def part_of(parameter: torch.Tensor) -> Any:
     if part is not None and not part.shards.layout[parameter].holds(parameter):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} has left the memory in which the "
-            "wrapper shards it, as by model.to(): wrap the model anew"
+            "wrapper shards it, as by model.to() or p.data = ...: use p.copy_(), or wrap anew"
         )
     return part
 
 
 def complete_parts(parameters: Iterable[torch.Tensor]) -> None:
-    """Averages gradients that a wrapper has left to a step, before another wrapper replaces it."""
+    """Completes gradients that a wrapper has left to a step, before another wrapper replaces it."""
     for parameter in parameters:
         if (part := known_of(parameter).part) is not None:
             part.shards.guard.check()
-            part.shards.average([parameter])
+            part.shards.complete(parameter)
 
 
 def divisions() -> int:

@@ -77,6 +77,8 @@ class Part(NamedTuple):
         shards: the shards that they belong to.
         group: the ranks that have the other elements.
         ranges: the elements of every rank that has any.
+        strides: the parameter's strides, in whose order elements are counted; its memory format may
+            have changed since.
         first: the first element.
         own: a flat view of the elements in the parameter; empty if there are none.
         in_pieces: True if a rank may have several ranges: it keeps lost ranks' ranges until the
@@ -86,12 +88,13 @@ class Part(NamedTuple):
     shards: Shards
     group: Group
     ranges: tuple[OwnedRange, ...]
+    strides: tuple[int, ...]
     first: int
     own: torch.Tensor
     in_pieces: bool = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements of a dense tensor with the parameter's shape and strides.
+        """The same elements of a dense tensor with the parameter's shape, in its `strides`.
 
         The result is a view, unless the elements are in pieces.
         """
@@ -150,18 +153,19 @@ class Part(NamedTuple):
             parameter: the parameter.
         """
         flat = parameter.detach().as_strided((parameter.numel(),), (1,))
+        strides = shards.layout[parameter].strides
         if len({own.rank for own in ranges}) < len(ranges):
-            part = cls(shards, group, tuple(ranges), 0, flat[:0], in_pieces=True)
+            part = cls(shards, group, tuple(ranges), strides, 0, flat[:0], in_pieces=True)
             return part._replace(own=part.of(parameter))
         _, begin, end = next(
             (o for o in ranges if o.rank == group.rank), OwnedRange(group.rank, 0, 0)
         )
-        return cls(shards, group, tuple(ranges), begin, flat[begin:end])
+        return cls(shards, group, tuple(ranges), strides, begin, flat[begin:end])
 
     def gather(
         self, own: torch.Tensor, like: torch.Tensor, unit: int = 1, *, to: int | None = None
     ) -> torch.Tensor:
-        """All ranks' elements, in the shape and strides of `like`.
+        """All ranks' elements, in the shape of `like`.
 
         All ranks must call this.
 
@@ -173,7 +177,9 @@ class Part(NamedTuple):
         """
         group = self.group
         receives = to in (None, group.rank)
-        whole = torch.empty_like(like, dtype=own.dtype) if receives else own.new_empty(0)
+        strides = self.strides if unit == 1 else like.stride()
+        size, strides = (like.shape, strides) if receives else ((0,), (1,))
+        whole = like.new_empty_strided(size, strides, dtype=own.dtype)
         flat = whole.as_strided((whole.numel(),), (1,))
         given = 0
         for rank, first, last in self.ranges:
@@ -302,7 +308,8 @@ class Shards:
             flat = parameter.detach().as_strided((own.end - own.begin,), (1,), begin)
             place = Place(described[self.layout[parameter].piece], offset, (1,))
             record_of(flat).states_place = place
-            record_of(parameter).part = Part(self, self.group, ranges, own.begin, flat)
+            strides = self.layout[parameter].strides
+            record_of(parameter).part = Part(self, self.group, ranges, strides, own.begin, flat)
         if len(self.group.nodes) > 1:
             spreads.reverse()  # parameters whose gradients come last are used first
             self.all_gather = ParamAllGather(self.group, self._publish, spreads)
@@ -435,6 +442,29 @@ class Shards:
         for parameter in parameters:
             self.local.pop(id(parameter), None)
         self.guard.note_step(parameters)
+
+    def complete(self, parameter: torch.Tensor) -> None:
+        """Averages a gradient before another wrapper takes the parameter; all ranks must call this.
+
+        If the parameter has been moved, as by ``model.half()``, its gradient was moved before it
+        was whole, so it is dropped after its step.
+
+        Raises:
+            RuntimeError: it has been moved before its step.
+        """
+        if self.layout[parameter].holds(parameter):
+            self.average([parameter])
+            return
+        gradient, own = parameter.grad, self.own_gradients
+        divided = own is not None and not own.has_gathered(parameter)
+        if gradient is None or not (divided or id(parameter) in self.local):
+            return
+        if id(parameter) in self.guard.awaiting and gradient.any():
+            raise RuntimeError(
+                f"gradient of a parameter of shape {tuple(parameter.shape)} waits for a step, but "
+                "the parameter has been moved: step or zero the gradients before you move the model"
+            )
+        parameter.grad = None
 
     def _average_local(self, local: Sequence[torch.Tensor]) -> None:
         """Averages local gradients, or gathers their averages from the owners of blocks."""

@@ -61,8 +61,8 @@ class Snapshot(NamedTuple):
 _ELSEWHERE = (
     "a backward has added to the gradient without an exchange, because it did not begin in the "
     "outputs of the wrapper's forward, or because the forward was inside of no_sync(). Call the "
-    "wrapper instead of its module, or zero the gradients; to step on each rank's own gradients, "
-    "run the backward inside of no_sync(), too"
+    "wrapper instead of its module, or reduce_gradients() of the wrapper before the step, or zero "
+    "the gradients; to step on each rank's own gradients, run the backward inside of no_sync(), too"
 )
 _NOT_SENT = (
     "the last backward was inside of no_sync(), and with shard= no rank can step on its own "
@@ -159,8 +159,8 @@ class StepGuard:
         self._parameters = list(map(TensorWeakRef, parameters))
         self._group = group
         self._half_new: list[tuple[TensorWeakRef, int]] = []  # with versions
-        # Versions of parameters after a backward whose gradients are not whole on this rank.
-        self._awaiting: dict[int, int] = {}
+        # Versions of parameters after a backward whose gradients wait for a step.
+        self.awaiting: dict[int, int] = {}
         self._enqueued: torch.cuda.Event | None = None  # after a step that may not have run yet
 
     def note_enqueued(self, event: torch.cuda.Event) -> None:
@@ -212,17 +212,17 @@ class StepGuard:
 
     def await_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """Records parameters that only a step of a fused optimizer may change now."""
-        self._awaiting = {id(p): p._version for p in parameters if p.grad is not None}
+        self.awaiting = {id(p): p._version for p in parameters if p.grad is not None}
 
     def note_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """Records a step of these parameters, or that their gradients have become averages."""
         for parameter in parameters:
-            self._awaiting.pop(id(parameter), None)
+            self.awaiting.pop(id(parameter), None)
 
     def sees_change(self) -> bool:
         """True if anything but a step has changed parameters of this rank."""
         alive = [parameter for ref in self._parameters if (parameter := ref()) is not None]
-        return any(self._awaiting.get(id(p), p._version) != p._version for p in alive)
+        return any(self.awaiting.get(id(p), p._version) != p._version for p in alive)
 
     def compare(self, buffers: Sequence[torch.Tensor], takes_nan: bool) -> None:
         """Compares the ranks' parameters; all ranks must call this.

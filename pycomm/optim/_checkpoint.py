@@ -472,7 +472,7 @@ def _in_parts(part: Part, param: torch.Tensor, state: Mapping[str, Any]) -> Stat
             "moved yet"
         )
     made: State = {}
-    order = tuple(sorted(range(param.dim()), key=lambda dim: -param.stride()[dim]))
+    order = tuple(sorted(range(param.dim()), key=lambda dim: -part.strides[dim]))
     for name, tensor in state.items():
         if name == "step" or name not in OWN:
             made[name] = tensor

@@ -265,7 +265,8 @@ def part_in(tensor: torch.Tensor, param: torch.Tensor, part: Part | None) -> tor
     """A part's elements of a tensor of the parameter's shape; all of them without a part."""
     if part is None:
         return tensor
-    return part.of(torch.empty_like(param, dtype=tensor.dtype).copy_(tensor))
+    whole = param.new_empty_strided(param.shape, part.strides, dtype=tensor.dtype)
+    return part.of(whole.copy_(tensor))
 
 
 class ChangedError(Exception):

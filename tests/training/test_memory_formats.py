@@ -7,6 +7,7 @@ import helpers
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
@@ -47,9 +48,9 @@ def step_of(group, model, step):
     """One exchange."""
     model.zero_grad()
     x = torch.randn(2, 16, 5, 5, generator=torch.Generator().manual_seed(step))
-    factors = [x[0].mean(), x[1].mean()]
-    loss = (FACTOR * model.module.weight).sum() * factors[group.rank]
-    (loss + 0 * model(x).sum()).backward()
+    factors, weight = [x[0].mean(), x[1].mean()], model.module.weight
+    loss = (FACTOR.to(weight.dtype) * weight).sum() * factors[group.rank].to(weight.dtype)
+    (loss + 0 * model(x.to(loss.dtype)).sum()).backward()
 
 
 def converted(group, make, formats, when, load=False):
@@ -111,6 +112,46 @@ def refused(group, make, when):
     for formats in (FORMATS, FORMATS[::-1]):
         with pytest.raises(ValueError, match="'weight' has another one since"):
             converted(group, make, formats, when)
+
+
+def check_parts(optimizer, model, whole):
+    """Compares the state that a rank would save with the whole one."""
+    if model._sharding is None:
+        return
+    part = optimizer.sharded_state_dict(model)["state"]["weight"]["exp_avg"]
+    for chunk in part.__create_chunk_list__():
+        index = MetadataIndex("exp_avg", chunk.offsets)
+        ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
+        box = tuple(map(slice, chunk.offsets, ends))
+        assert torch.equal(part.__get_tensor_shard__(index), whole[box])
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_sharded_states_follow_their_elements_into_another_wrapper(world, shard):
+    """Also states and weights that are read, written and assigned before it is made."""
+
+    def trained(group, shard):
+        module, model, seen = copy.deepcopy(CONVOLUTION).bfloat16(), None, []
+        optimizer = optim.FusedAdamW(module.parameters(), master_weights="fp32")
+        for step, memory_format in enumerate((*FORMATS, *FORMATS)):
+            optimizer.zero_grad()
+            module.to(memory_format=memory_format)
+            if model is not None:
+                seen.append(optimizer.state_dict()["state"][0]["exp_avg"].clone())
+                check_parts(optimizer, model, seen[-1])
+                seen.append(optimizer.full_weights(module.weight) / 2)
+                optimizer.set_full_weights(module.weight, seen[-1])
+                optimizer.state[module.weight]["exp_avg_sq"] = FACTOR.square()
+            model = pycomm.DataParallel(module, group=group, shard=shard)
+            step_of(group, model, step)
+            optimizer.step()
+            seen.append(module.weight.detach().clone())
+        return seen
+
+    for plain, divided in zip(
+        *(world(2).run(trained, each) for each in (None, shard)), strict=True
+    ):
+        assert all(map(torch.equal, plain, divided))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

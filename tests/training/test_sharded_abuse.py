@@ -114,6 +114,69 @@ def test_a_model_that_is_converted_must_be_wrapped_anew(world, stage):
     assert sharding.difference(*seen) is None
 
 
+def share(net):
+    net.share_memory()
+
+
+def reassign(net):
+    for parameter in net.parameters():
+        parameter.data = parameter.detach().clone()
+
+
+def narrow(net):
+    net.bfloat16().float()
+
+
+@pytest.mark.parametrize("move", [share, reassign, narrow])
+def test_a_model_that_was_moved_after_a_step_is_wrapped_anew(world, move):
+    """With the last step's gradients still there."""
+
+    def body(group):
+        trained = []
+        for stage in (None, *STAGES):
+            model, optimizer = make(group, stage)
+            step(model, optimizer, group.rank, 0)
+            move(model.module)
+            model = pycomm.DataParallel(model.module, group=group, shard=stage)
+            step(model, optimizer, group.rank, 1)
+            trained.append(values(model))
+        for others in trained[1:]:
+            assert all(map(torch.equal, others, trained[0]))
+
+    world(2).run(body)
+
+
+@both_stages
+def test_a_model_that_was_moved_before_a_step_is_refused(world, stage):
+    def body(group):
+        model, _ = make(group, stage)
+        backward(model, group.rank, 0)
+        reassign(model.module)
+        with pytest.raises(RuntimeError, match="waits for a step, but the parameter has been mov"):
+            pycomm.DataParallel(model.module, group=group, shard=stage)
+
+    world(2).run(body)
+
+
+def test_gradients_that_are_shared_leave_the_parameters_where_they_are(world):
+    """As by a queue of processes, for a logger."""
+
+    def body(group):
+        trained = []
+        for shares in (False, True):
+            model, optimizer = make(group, "optimizer")
+            for number in range(3):
+                backward(model, group.rank, number)
+                model.reduce_gradients()
+                if shares:
+                    next(model.parameters()).grad.share_memory_()
+                optimizer.step()
+            trained.append(values(model))
+        assert all(map(torch.equal, *trained))
+
+    world(2).run(body)
+
+
 @both_stages
 def test_a_closed_group(world, stage):
     def body(group):
