@@ -542,8 +542,9 @@ class CommState(HookState):
 
     def _begin_step(self, device: torch.device, group: Group) -> None:
         place = torch.device("cpu") if group._exchanges_on_host(device) else device
-        if place != self._placed:  # at first, or the model has been moved
-            self._plan_anew()
+        if place != self._placed:
+            if self._placed is not None:  # the model has been moved
+                self._plan_anew()
             self._residuals.to(place)
             self._placed, self._stream = place, None
         if (scale := self._scale.read(group)) is not None:
