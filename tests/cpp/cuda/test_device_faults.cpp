@@ -3,10 +3,12 @@
 #include <chrono>
 #include <thread>
 
+#include "core/algorithms/packet.h"
 #include "core/errors.h"
 #include "cuda/codecs/wire.h"
 #include "cuda/layout.h"
 #include "support/device_world.h"
+#include "support/operations.h"
 #include "support/run_all.h"
 
 namespace pycomm::test {
@@ -16,7 +18,8 @@ constexpr std::int64_t kCount = 40'000;
 constexpr std::uint64_t kAbort = abort_word(Reason::timeout, 1);
 
 Operation all_reduce(Algorithm algorithm, CodecKind codec = CodecKind::none) {
-  Operation operation{Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, kCount};
+  Operation operation = packets(kCount);
+  operation.algorithm = algorithm;
   operation.codec.kind = codec;
   if (codec == CodecKind::int8) operation.codec.block = 256;
   operation.codec.k = 400;
@@ -75,6 +78,37 @@ void the_last_look_counts(int n, const Operation& operation) {
   }
   ranks.launch_together(operation);
   for (const auto& endpoint : ranks.world.endpoints) fails_as_aborted(*endpoint, operation);
+}
+
+// Ranks call different operations, of which at least one travels in packets.
+void tells_what_differs(const Operation& first, const Operation& other) {
+  Ranks ranks(2, true);
+  std::jthread second([&] { ranks.launch_alone(1, other); });
+  ranks.launch_alone(0, first);
+  second.join();
+  for (const auto& endpoint : ranks.world.endpoints) {
+    const cuda::Failure failure = endpoint->failure();
+    PYCOMM_CHECK(failure.reason == Reason::mismatch && failure.rank == 1,
+                 describe(first) + " and " + describe(other) + " must not match");
+    PYCOMM_CHECK(failure.first == first && failure.other == other, "the failure tells both");
+  }
+}
+
+// After 2^32 - 2 operations their numbers come again. Then no packet of an old operation is left.
+void a_packet_is_taken_once() {
+  Ranks ranks(2);
+  const cuda::WindowLayout layout{2, kLanes, DeviceWorld::staging_bytes(2)};
+  for (int i = 0; i < 2; ++i) ranks.launch_together(packets(300));
+  for (const std::uintptr_t window : ranks.world.windows) {
+    for (const std::uint32_t parity : {0u, 1u}) {
+      const auto* packet = reinterpret_cast<std::uint64_t*>(window + layout.packets(parity, 0));
+      const auto* end = reinterpret_cast<std::uint64_t*>(window + layout.packets(parity, 2));
+      for (; packet != end; ++packet) {
+        const std::uint32_t number = packet_sequence(*packet);
+        PYCOMM_CHECK(number == 0 || number % 2 != parity, "a number that is no operation's here");
+      }
+    }
+  }
 }
 
 // A lane that sees the abort does not start to use other ranks' tensors.
@@ -179,8 +213,20 @@ int main() {
            for (const CodecKind codec : {CodecKind::int8, CodecKind::topk}) {
              the_last_look_counts(n, all_reduce(Algorithm::two_shot, codec));
            }
+           the_last_look_counts(n, packets(300));
          }
        }},
+      {"a mismatch in packets",
+       [] {
+         Operation largest = packets(100);
+         largest.op = ReduceOp::max;
+         for (const Operation& other :
+              {packets(0), packets(99), packets(300), largest, all_reduce(Algorithm::two_shot)}) {
+           tells_what_differs(packets(100), other);
+           tells_what_differs(other, packets(100));
+         }
+       }},
+      {"a packet is taken once", a_packet_is_taken_once},
       {"an aborted kernel stays outside",
        [] {
          for (const Algorithm algorithm : {Algorithm::two_shot, Algorithm::ring, Algorithm::tree}) {

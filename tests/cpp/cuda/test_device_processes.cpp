@@ -148,15 +148,18 @@ void codecs(int n) {
   }
 }
 
-// Every kernel that reduces or compresses.
+// Every kernel that reduces or compresses. One-shot has others for packets.
 void every_kernel() {
   Processes ranks(2);
-  for (Operation operation : plain_operations()) {
+  std::vector<Operation> operations = plain_operations();
+  for (Operation& each : operations) each.count = each.collective == Collective::barrier ? 0 : 301;
+  operations.push_back(packets(201));
+  operations.front().count = 2'301;
+  for (Operation operation : operations) {
     for (int d = 0; d < kCountOf<DType>; ++d) {
       for (int o = 0; o < kCountOf<ReduceOp>; ++o) {
         operation.dtype = static_cast<DType>(d);
         operation.op = static_cast<ReduceOp>(o);
-        operation.count = operation.collective == Collective::barrier ? 0 : 301;
         if (refusal_of({operation}, 2).empty()) ranks.compare(operation);
       }
     }
@@ -172,7 +175,12 @@ void every_kernel() {
 // All-reduces are done in place, so that a replay starts with the results and residuals of the last.
 void replays(int n) {
   Processes ranks(n);
-  std::vector<Operation> operations = all_operations(1001);
+  std::vector<Operation> operations;
+  for (const Operation& operation : all_operations(1001)) {
+    operations.push_back(operation);
+    const auto packed = static_cast<std::int64_t>(operations.size() * 7 % 5);  // none, or up to two
+    for (std::int64_t i = 0; i < packed / 2; ++i) operations.push_back(packets(40 * packed + i));
+  }
   for (Operation& operation : operations) operation.op = ReduceOp::avg;
   ranks.replay(operations, 100);
 }

@@ -13,6 +13,11 @@ void launch_one(const Launch& launch, cudaStream_t stream) {
   if constexpr (requires { Body::kMovesOnly; }) {
     launch_meeting<&kernel<Body, std::byte>>(launch, stream, kFewThreads);
   } else {
+    if constexpr (std::is_same_v<Body, OneShot>) {
+      constexpr auto* kPackets = &packets_kernel<float, Known<ReduceOp::sum>>;
+      const bool packets = fits_packets(launch.ranks[0].operation);
+      if (packets) return launch_meeting<kPackets>(launch, stream, kFewThreads);
+    }
     launch_meeting<&kernel<Body, float>>(launch, stream, kFewThreads);
   }
 }
