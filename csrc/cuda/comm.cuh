@@ -101,7 +101,8 @@ class BlockComm {
 
   __device__ void publish() {
     __syncthreads();
-    publish(threadIdx.x, blockDim.x);
+    write_announcements(me_.windows, threadIdx.x, blockDim.x);
+    if (tells()) tell_begin(me_, state_of(lane_));  // after the release, which would wait for it
   }
 
   __device__ void await_announcements() {
@@ -227,8 +228,8 @@ class BlockComm {
     failed_ = __syncthreads_or(failed) != 0;
   }
 
-  // One thread ends the operation: number 0 of those that may tell.
-  __device__ void conclude(bool failed, bool last = true, unsigned thread = threadIdx.x) {
+  // The first thread stores the state for the next operation.
+  __device__ void conclude(bool failed, bool last) {
     LaneState& state = state_of(lane_);
     failed_ = failed;
     if (zero_copy_) inside().store(0, ::cuda::std::memory_order_release);
@@ -236,22 +237,22 @@ class BlockComm {
     state.sequence = sequence_;
     for (int channel = 0; channel < kChannels; ++channel)
       state.signalled[channel] = signalled_[channel];
-    if (tells(thread)) tell_end(me_, state, last);
+    if (tells()) tell_end(me_, state, last);
   }
 
-  // Some threads of the block, which number themselves from 0, publish the operation.
-  __device__ void publish(unsigned thread, unsigned threads) {
+  // Writes the announcement into all windows. `thread`: the number of this one among `threads` that do so.
+  __device__ void write_announcements(std::byte* const* windows, unsigned thread,
+                                      unsigned threads) {
     for (int r = static_cast<int>(thread); r < size(); r += threads) {
       if (failed_) continue;
-      Announcement& line = announcements().at(r, rank());
+      Announcement& line = *reinterpret_cast<Announcement*>(
+          windows[r] + layout_.announcement(lane_, sequence_, rank()));
       line.operation = me_.operation;
       line.input = me_.input_location;
       line.output = me_.output_location;
       line.preflight = preflight_;
-      announcements().epoch(r, rank()).store(sequence_, ::cuda::std::memory_order_release);
+      shared_word<std::uint32_t>(&line.epoch).store(sequence_, ::cuda::std::memory_order_release);
     }
-    // After the release, which would wait for it.
-    if (tells(thread)) tell_begin(me_, state_of(lane_));
   }
 
   static constexpr bool kMovesBytes = std::is_same_v<T, std::byte>;
@@ -313,10 +314,8 @@ class BlockComm {
   __device__ bool can_be_direct() const {
     return me_.operation.codec.kind == CodecKind::none && allows_zero_copy(me_.operation);
   }
-  // True for a thread with number 0 if it tells the host what this rank does (cuda/progress.cuh).
-  __device__ bool tells(unsigned thread = threadIdx.x) const {
-    return lane_ == 0 && thread == 0 && !failed_;
-  }
+  // True for the thread that tells the host what this rank does (cuda/progress.cuh).
+  __device__ bool tells() const { return lane_ == 0 && threadIdx.x == 0 && !failed_; }
   __device__ auto inside() const {
     return shared_word<std::uint32_t>(&me_.mailbox->lanes[lane_].in_peers_heaps);
   }

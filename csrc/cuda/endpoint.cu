@@ -152,6 +152,7 @@ struct Endpoint::Impl {
     if (operation.codec.kind != CodecKind::none || stays_in_node(operation.collective)) {
       return layout.lanes;
     }
+    if (fits_packets(operation)) return 1;
     std::int64_t bytes = std::max(input_bytes(operation, layout.ranks, operation.root),
                                   output_bytes(operation, layout.ranks, operation.root));
     const bool reads_all = operation.collective == Collective::all_reduce &&

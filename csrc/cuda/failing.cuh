@@ -38,18 +38,12 @@ __device__ __noinline__ inline bool report(const RankLaunch& me, Reason reason, 
   return false;
 }
 
-// Where a lane hears of an abort: the host's word is not zero.
-__device__ inline auto abort_word_of(const RankLaunch& me, int lane) {
-  return shared_word<std::uint64_t>(&me.mailbox->lanes[lane].abort);
-}
-
-// True if the host has aborted the group, as its word says. The host knows the rank to blame.
-__device__ inline bool is_aborted(const RankLaunch& me, std::uint64_t word) {
-  if (word != 0) report(me, Reason::aborted, me.rank, me.operation, me.operation);
-  return word != 0;
-}
+// True if the host has aborted the group. The host knows the rank to blame.
 __device__ inline bool aborted(const RankLaunch& me, int lane) {
-  return is_aborted(me, abort_word_of(me, lane).load(::cuda::std::memory_order_acquire));
+  const auto word = shared_word<std::uint64_t>(&me.mailbox->lanes[lane].abort);
+  if (word.load(::cuda::std::memory_order_acquire) == 0) return false;
+  report(me, Reason::aborted, me.rank, me.operation, me.operation);
+  return true;
 }
 
 // True if nobody need wait any longer: the host has aborted the group, or another lane of this rank has

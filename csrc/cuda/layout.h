@@ -25,9 +25,11 @@ inline constexpr int kMaxRanks = 64;
 // The largest tensor that travels in packets (cuda/packets.cuh).
 inline constexpr std::int64_t kPacketBytes = 2 << 10;
 
-// Depends on what all ranks have announced, and on the whole tensor, so that all lanes agree.
+// True for a plain all-reduce that travels in packets. A rank then works on one lane.
 PYCOMM_HD constexpr bool fits_packets(const Operation& operation) {
-  return operation.count * size_of(operation.dtype) <= kPacketBytes;
+  return operation.collective == Collective::all_reduce &&
+         operation.algorithm == Algorithm::one_shot &&
+         operation.count * size_of(operation.dtype) <= kPacketBytes;
 }
 
 // What a lane moves at most before another one works, too.
@@ -69,8 +71,7 @@ struct WindowLayout {
     return announcement(lane, 1, ranks) + (channel * ranks + from) * 4;
   }
   PYCOMM_HD constexpr std::int64_t state(int lane) const { return flag(lane, kChannels, 0); }
-  // All lanes share an area: the operation's packets, then the tensor's, of eight bytes for each four.
-  // Packet i of a tensor is always the same one, whichever lane puts it.
+  // The first lane's: the operation's packets, then the tensor's, of eight bytes for each four.
   PYCOMM_HD constexpr std::int64_t packets(std::uint32_t parity, int from) const {
     constexpr std::int64_t kArea =
         round_up(2 * (static_cast<std::int64_t>(sizeof(Operation)) + kPacketBytes), 128);

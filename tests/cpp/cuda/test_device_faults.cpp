@@ -1,4 +1,5 @@
 // How kernels end when the group is aborted, run on the CPU (device/cuda_runtime.h).
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -80,7 +81,8 @@ void the_last_look_counts(int n, const Operation& operation) {
   for (const auto& endpoint : ranks.world.endpoints) fails_as_aborted(*endpoint, operation);
 }
 
-// Ranks call different operations, of which at least one travels in packets.
+// Ranks call different operations, of which at least one travels in packets. No tensor changes, although
+// packets of both may have come.
 void tells_what_differs(const Operation& first, const Operation& other) {
   Ranks ranks(2, true);
   std::jthread second([&] { ranks.launch_alone(1, other); });
@@ -92,6 +94,44 @@ void tells_what_differs(const Operation& first, const Operation& other) {
                  describe(first) + " and " + describe(other) + " must not match");
     PYCOMM_CHECK(failure.first == first && failure.other == other, "the failure tells both");
   }
+  for (const auto& y : ranks.y) {
+    PYCOMM_CHECK(y == std::vector<float>(kCount, 0.0f), "results stay as they were");
+  }
+}
+
+void succeeds_in_packets(const Ranks& ranks, int r, std::int64_t count) {
+  PYCOMM_CHECK(ranks.world.endpoints[r]->failure().reason == Reason::none, "it must succeed");
+  std::vector<float> sum(kCount, 0.0f);
+  std::fill_n(sum.begin(), count, static_cast<float>(ranks.size()));
+  PYCOMM_CHECK(ranks.y[r] == sum, "the sum of ones");
+}
+
+// A rank whose packets do not come soon is waited for. The other one has published the operation by then.
+void is_waited_for() {
+  Ranks ranks(2, false, 20);
+  const cuda::WindowLayout layout{2, kLanes, DeviceWorld::staging_bytes(2)};
+  std::jthread early([&] { ranks.launch_alone(0, packets(300)); });
+  auto& line =
+      *reinterpret_cast<Announcement*>(ranks.world.windows[1] + layout.announcement(0, 1, 0));
+  const auto has_failed = [&] {
+    return ranks.world.endpoints[0]->failure().reason != Reason::none;
+  };
+  while (std::atomic_ref(line.epoch).load() != 1 && !has_failed()) std::this_thread::yield();
+  ranks.launch_alone(1, packets(300));
+  early.join();
+  for (int r = 0; r < 2; ++r) succeeds_in_packets(ranks, r, 300);
+}
+
+// Packets stay where they are, whatever becomes of the rank that has sent them.
+void a_late_rank_finds_all_packets() {
+  Ranks ranks(2, false, 0.1);
+  ranks.launch_alone(0, packets(300));
+  const cuda::Failure failure = ranks.world.endpoints[0]->failure();
+  PYCOMM_CHECK(failure.reason == Reason::timeout && failure.rank == 1, "rank 1 has not come");
+  PYCOMM_CHECK(ranks.y[0] == std::vector<float>(kCount, 0.0f), "results stay as they were");
+  ranks.world.endpoints[0]->set_abort(kAbort);
+  ranks.launch_alone(1, packets(300));
+  succeeds_in_packets(ranks, 1, 300);
 }
 
 // After 2^32 - 2 operations their numbers come again. Then no packet of an old operation is left.
@@ -225,7 +265,14 @@ int main() {
            tells_what_differs(packets(100), other);
            tells_what_differs(other, packets(100));
          }
+         largest.count = 512;
+         tells_what_differs(packets(512), largest);
        }},
+      {"a rank is waited for",
+       [] {
+         for (int i = 0; i < 8; ++i) is_waited_for();
+       }},
+      {"a late rank finds all packets", a_late_rank_finds_all_packets},
       {"a packet is taken once", a_packet_is_taken_once},
       {"an aborted kernel stays outside",
        [] {

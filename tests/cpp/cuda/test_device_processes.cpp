@@ -172,6 +172,24 @@ void every_kernel() {
   }
 }
 
+// The largest tensors in packets, and smaller ones: the last item of a tensor may be whole or not.
+void packet_sizes(int n) {
+  Processes ranks(n);
+  const std::pair<DType, std::int64_t> sizes[] = {
+      {DType::f32, 1},    {DType::f32, 470},  {DType::f32, 471}, {DType::f32, 511},
+      {DType::f32, 512},  {DType::i64, 255},  {DType::i64, 256}, {DType::f16, 1'023},
+      {DType::u8, 2'041}, {DType::u8, 2'047}, {DType::u8, 2'048}};
+  for (const auto& [dtype, count] : sizes) {
+    Operation operation = packets(count);
+    operation.dtype = dtype;
+    PYCOMM_CHECK(cuda::fits_packets(operation), describe(operation) + " travels in packets");
+    for (const Room room : {Room::heap, Room::mixed}) ranks.compare(operation, room);
+    for (int i = 0; i < 2; ++i) {  // not in place, and in place
+      ranks.compare(operation, Room::outside, Numbers::whole);
+    }
+  }
+}
+
 // All-reduces are done in place, so that a replay starts with the results and residuals of the last.
 void replays(int n) {
   Processes ranks(n);
@@ -216,6 +234,7 @@ int main() {
   for (int n = 1; n <= 8; ++n) {
     tests.push_back({"collectives", [n] { collectives(n); }});
     tests.push_back({"codecs", [n] { codecs(n); }});
+    if (n != 3 && n != 6) tests.push_back({"packets", [n] { packet_sizes(n); }});
     if (n > 1 && n < 5) tests.push_back({"multicasts", [n] { multicasts(n); }});
   }
   tests.push_back({"replays", [] { replays(2); }});

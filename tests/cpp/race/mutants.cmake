@@ -25,9 +25,9 @@ add_race_mutant(plain "all-reduce" fences_for_one_device cuda/comm.cuh
           .store(signalled_[channel], ::cuda::std::memory_order_relaxed);")
 
 add_race_mutant(plain "packets" packets_release_nothing cuda/packets.cuh
-  "if (speaks()) __threadfence_system();  // releases" "// releases")
+  "if (item_ == 0) __threadfence_system();  // releases" "// releases")
 add_race_mutant(plain "packets" packets_acquire_nothing cuda/packets.cuh
-  "if (speaks()) __threadfence_system();  // acquires" "// acquires")
+  "if (item_ == 0) __threadfence_system();  // acquires" "// acquires")
 
 # A slot less.
 add_race_mutant(plain "all-reduce" operations_share_announcements cuda/layout.h

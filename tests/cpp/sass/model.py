@@ -118,8 +118,8 @@ ROWS = {
     "all_reduce_loopback": Row({"reduce_4_ranks": 1}, 32, 0.8, blocks=LANES * RANKS),
 }
 # The lane's state, the tensor and the windows' addresses; the packets' way to the other ranks; the
-# load that finds theirs. Beside them, the look for an abort in the mailbox.
-PACKETS = Chain(trips=3, beside=1, goal=5.0)
+# load that finds theirs; the announcement's release. Beside them, the look for an abort.
+PACKETS = Chain(trips=4, beside=1, goal=5.0)
 CHAINS = {"all_reduce_1KiB": PACKETS, "all_reduce_1KiB_replay": PACKETS}
 HOT = {one.name: one for one in HOT_LOOPS}
 
