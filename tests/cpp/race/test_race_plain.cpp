@@ -61,12 +61,13 @@ void all_reduces(int n) {
   }
 }
 
-// Each operation uses again what was used two operations before.
+// Each operation uses again what was used two operations before: also slots, if one in packets is between.
 void packets(int n) {
   std::vector<Operation> operations;
-  for (int i = 0; i < 24; ++i) {
-    const std::int64_t count = i % 3 == 0 ? kSmall : kPackets;
-    operations.push_back(plain(Collective::all_reduce, Algorithm::one_shot, count));
+  for (int i = 0; i < 25; ++i) {
+    const bool staged = i % 5 == 0 || i % 5 == 2;
+    operations.push_back(
+        plain(Collective::all_reduce, Algorithm::one_shot, staged ? kSmall : kPackets));
   }
   run(n, false, operations);
 }
