@@ -129,7 +129,7 @@ class CountingComm {
   std::vector<LinkTraffic> by_rank_;
 };
 
-static_assert(MulticastExecutor<CountingComm<false>>);
+static_assert(MulticastExecutor<CountingComm<false>> && PacketExecutor<CountingComm<false>>);
 static_assert(Executor<CountingComm<true>>);
 
 // Lists that are as long as they can be.

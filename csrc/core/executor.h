@@ -51,17 +51,21 @@ concept Executor = Signaller<Comm> && requires(Comm& comm, int r, int channel, s
 
 // An executor for uncompressed tensors.
 template <class Comm>
-concept PlainExecutor =
-    Executor<Comm> && !Comm::kCoded && requires(Comm& comm, int r, Location location) {
-      { comm.root() } -> std::same_as<int>;
-      { comm.block() } -> std::same_as<std::int64_t>;  // elements of one rank's block
-      comm.publish();                                  // the two halves of announce()
-      comm.await_announcements();
-      { comm.fits_packets() } -> std::same_as<bool>;  // core/algorithms/packet.h
-      comm.put_packets(location);                     // for all other ranks
-      comm.take_packets();                            // of all other ranks
-      { comm.taken(r) } -> std::same_as<Location>;
-    };
+concept PlainExecutor = Executor<Comm> && !Comm::kCoded && requires(Comm& comm) {
+  { comm.root() } -> std::same_as<int>;
+  { comm.block() } -> std::same_as<std::int64_t>;  // elements of one rank's block
+};
+
+// Sends small tensors in packets (core/algorithms/packet.h).
+template <class Comm>
+concept PacketExecutor = PlainExecutor<Comm> && requires(Comm& comm, int r, Location location) {
+  comm.publish();  // the two halves of announce()
+  comm.await_announcements();
+  { comm.fits_packets() } -> std::same_as<bool>;
+  comm.put_packets(location);  // for all other ranks
+  comm.take_packets();         // of all other ranks
+  { comm.taken(r) } -> std::same_as<Location>;
+};
 
 // Has a switch that reaches one place in the windows of all ranks (core/algorithms/multicast.h).
 template <class Comm>

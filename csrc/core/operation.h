@@ -231,8 +231,8 @@ inline constexpr Preflight kNeutralPreflight = make_preflight(false, true);
 
 // One cache line in a rank's window. `epoch` is stored last (release) and read first (acquire).
 // Operations alternate between two of these lines. This is safe: a rank that announces k + 2 has
-// completed k + 1, so it has read every announcement of k + 1, so it knows that every rank has
-// completed k and no longer reads the line of k.
+// completed k + 1, so it has read every announcement of k + 1 (on CUDA, or a packet of every rank), so
+// it knows that every rank has completed k and no longer reads the line of k.
 struct alignas(64) Announcement {
   Operation operation;
   std::int64_t input = kNotInWindow;  // offsets of the tensors in this rank's window

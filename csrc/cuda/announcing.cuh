@@ -13,8 +13,8 @@ struct Announcements {
   std::uint32_t sequence;
 
   __device__ Announcement& at(int to, int from) const {
-    return *reinterpret_cast<Announcement*>(me.windows[to] +
-                                            layout.announcement(lane, sequence, from));
+    std::byte* const window = to == me.rank ? me.window : me.windows[to];
+    return *reinterpret_cast<Announcement*>(window + layout.announcement(lane, sequence, from));
   }
   __device__ auto epoch(int to, int from) const {
     return shared_word<std::uint32_t>(&at(to, from).epoch);

@@ -6,7 +6,6 @@
 // The mailbox holds the reason.
 #pragma once
 
-#include "core/algorithms/packet.h"
 #include "core/algorithms/table.h"
 #include "core/executor.h"
 #include "core/layout.h"
@@ -28,24 +27,8 @@ class BlockComm {
   // `me`: the rank that the block works for. Lanes begin at multiples of `unit` elements.
   __device__ BlockComm(const Launch& launch, const RankLaunch& me,
                        std::int64_t unit = kLine / sizeof(T))
-      : launch_(launch),
-        me_(me),
-        layout_(launch.layout),
-        timeout_ns_(launch.timeout_ns),
-        lane_(static_cast<int>(blockIdx.x) % launch.lanes) {
-    const LaneState& state = state_of(lane_);
-    sequence_ = next_sequence(state.sequence);
-    for (int channel = 0; channel < kChannels; ++channel)
-      started_[channel] = signalled_[channel] = state.signalled[channel];
-    const Range part = part_of(block(), launch_.lanes, lane_, unit);
-    begin_ = part.begin;
-    count_ = part.count;
-    bool failed = state.failed != 0;
-    for (int idle = launch_.lanes + threadIdx.x; idle < layout_.lanes; idle += blockDim.x) {
-      failed |= state_of(idle).failed != 0;
-    }
-    // All threads have read the state before finish() writes it.
-    failed_ = __syncthreads_or(failed) != 0;
+      : BlockComm(launch, me, unit, Unready{}) {
+    get_ready();
   }
 
   __device__ explicit BlockComm(const Launch& launch)
@@ -55,19 +38,12 @@ class BlockComm {
   // if the group was aborted meanwhile: a failed rank may have changed the data that was read. `last`:
   // no other meeting of the launch follows.
   __device__ void finish(bool last = true) {
-    LaneState& state = state_of(lane_);
-    if (failed_ && state.failed == 0) withdraw(announcements());
+    if (failed_ && state_of(lane_).failed == 0) withdraw(announcements());
     pass_on();
     __syncthreads();
     if (threadIdx.x != 0) return;
     __threadfence_system();  // looks after the block's last read and write
-    failed_ = failed_ || aborted(me_, lane_);
-    if (zero_copy_) inside().store(0, ::cuda::std::memory_order_release);
-    state.failed = failed_;
-    state.sequence = sequence_;
-    for (int channel = 0; channel < kChannels; ++channel)
-      state.signalled[channel] = signalled_[channel];
-    if (tells()) tell_end(me_, state, last);
+    conclude(failed_ || aborted(me_, lane_), last);
   }
 
   __device__ bool failed() const { return failed_; }
@@ -88,16 +64,17 @@ class BlockComm {
   __device__ Location input() const { return {me_.input + begin_ * kSize, me_.rank}; }
   __device__ Location output() const { return {me_.output + begin_ * kSize, me_.rank}; }
   __device__ Location input(int r) const {
-    return {me_.bases[r] + announced(r).input + begin_ * kSize, r};
+    return {base(r) + announced(r).input + begin_ * kSize, r};
   }
   __device__ Location output(int r) const {
-    return {me_.bases[r] + announced(r).output + begin_ * kSize, r};
+    return {base(r) + announced(r).output + begin_ * kSize, r};
   }
   __device__ Location slot(int r, std::int64_t i) const {
     return {window(r) + layout_.staging(sequence_, lane_, i), r};
   }
   __device__ std::int64_t slot_count() const { return elements(layout_.slot_bytes()); }
-  __device__ std::byte* window(int r) const { return me_.windows[r]; }
+  // The own one's address is a parameter; to load it would delay what needs it.
+  __device__ std::byte* window(int r) const { return r == me_.rank ? me_.window : me_.windows[r]; }
   __device__ std::uint32_t sequence() const { return sequence_; }
   __device__ int lane() const { return lane_; }
   // All lanes' slots together.
@@ -124,15 +101,7 @@ class BlockComm {
 
   __device__ void publish() {
     __syncthreads();
-    for (int r = threadIdx.x; r < size(); r += blockDim.x) {
-      if (failed_) continue;
-      Announcement& line = announcements().at(r, rank());
-      line.operation = me_.operation;
-      line.input = me_.input_location;
-      line.output = me_.output_location;
-      line.preflight = preflight_;
-      announcements().epoch(r, rank()).store(sequence_, ::cuda::std::memory_order_release);
-    }
+    write_announcements(me_.windows, threadIdx.x, blockDim.x);
     if (tells()) tell_begin(me_, state_of(lane_));  // after the release, which would wait for it
   }
 
@@ -140,50 +109,23 @@ class BlockComm {
     if (failed_) return;
     bool stop = false, staged = !can_be_direct();
     for (int r = threadIdx.x; r < size(); r += blockDim.x) {
-      const Announcement& other = announced(r);
-      stop |= !has_announced(r) || !(other.operation == me_.operation);
-      staged |= (other.input == kNotInWindow && shares_input(me_.operation, r)) ||
-                (other.output == kNotInWindow && shares_output(me_.operation, r));
+      if (!has_announced(r)) {
+        stop = true;
+        continue;
+      }
+      // A copy, because a comparison in place would wait for one field after the other.
+      const Announcement& line = announced(r);
+      const Operation operation = line.operation;
+      const std::int64_t input = line.input, output = line.output;
+      stop |= !(operation == me_.operation);
+      staged |= (input == kNotInWindow && shares_input(me_.operation, r)) ||
+                (output == kNotInWindow && shares_output(me_.operation, r));
     }
     zero_copy_ = __syncthreads_or(stop || staged) == 0;
     vote_to_stop(stop);
     // The first lane works for every operation, so it sees each mismatch, and reports it.
     if (failed_ && threadIdx.x == 0 && lane_ == 0) report_mismatch(announcements());
     if (tells()) note_arrival();
-  }
-
-  // Depends on the whole tensor, so that all lanes agree; a lane begins at a multiple of a line.
-  __device__ bool fits_packets() const { return block() * kSize <= kPacketBytes; }
-
-  __device__ void put_packets(Location from) {
-    if (failed_) return;
-    each_packet([&](int r, std::int64_t i) {
-      shared_word<std::uint64_t>(packets_of(r, rank()) + i)
-          .store(make_packet(word_of(from.data, i), sequence_), ::cuda::std::memory_order_relaxed);
-    });
-  }
-
-  // Takes the packets into this lane's own staging, where reduce() reads them. Threads wait for all
-  // ranks at once, and use the very load that has found a packet.
-  __device__ void take_packets() {
-    bool stop = false;
-    each_packet([&](int r, std::int64_t i) {
-      const auto place = shared_word<std::uint64_t>(packets_of(rank(), r) + i);
-      std::uint64_t packet = 0;
-      const auto has_come = [&] {
-        packet = place.load(::cuda::std::memory_order_relaxed);
-        return packet_sequence(packet) == sequence_;
-      };
-      stop = stop || !poll(has_come, r);
-      if (stop) return;
-      reinterpret_cast<std::uint32_t*>(taken(r).data)[i] = packet_data(packet);
-      place.store(make_packet(0, ~sequence_ & 1u), ::cuda::std::memory_order_relaxed);
-    });
-    vote_to_stop(stop);
-  }
-
-  __device__ Location taken(int r) const {
-    return {window(rank()) + layout_.staging(sequence_, lane_, 0) + r * kPacketBytes, rank()};
   }
 
   __device__ void signal(int channel) {
@@ -256,7 +198,63 @@ class BlockComm {
     __syncthreads();
   }
 
- protected:  // for MulticastComm
+ protected:  // for MulticastComm and PacketComm
+  // Loads the state. Until get_ready(), each thread knows for itself alone whether the block has failed.
+  struct Unready {};
+  __device__ BlockComm(const Launch& launch, const RankLaunch& me, std::int64_t unit, Unready)
+      : launch_(launch),
+        me_(me),
+        layout_(launch.layout),
+        timeout_ns_(launch.timeout_ns),
+        lane_(static_cast<int>(blockIdx.x) % launch.lanes) {
+    const LaneState& state = state_of(lane_);
+    failed_ = state.failed != 0;
+    sequence_ = next_sequence(state.sequence);
+    for (int channel = 0; channel < kChannels; ++channel)
+      started_[channel] = signalled_[channel] = state.signalled[channel];
+    const Range part = part_of(block(), launch_.lanes, lane_, unit);
+    begin_ = part.begin;
+    count_ = part.count;
+  }
+
+  __device__ void get_ready() {
+    bool failed = failed_;
+    // The last threads look, because the first ones may have other loads to wait for.
+    const int thread = static_cast<int>(blockDim.x - 1 - threadIdx.x);
+    for (int idle = launch_.lanes + thread; idle < layout_.lanes; idle += blockDim.x) {
+      failed |= state_of(idle).failed != 0;
+    }
+    // All threads have read the state before conclude() writes it.
+    failed_ = __syncthreads_or(failed) != 0;
+  }
+
+  // The first thread stores the state for the next operation.
+  __device__ void conclude(bool failed, bool last) {
+    LaneState& state = state_of(lane_);
+    failed_ = failed;
+    if (zero_copy_) inside().store(0, ::cuda::std::memory_order_release);
+    state.failed = failed_;
+    state.sequence = sequence_;
+    for (int channel = 0; channel < kChannels; ++channel)
+      state.signalled[channel] = signalled_[channel];
+    if (tells()) tell_end(me_, state, last);
+  }
+
+  // Writes the announcement into all windows. `thread`: the number of this one among `threads` that do so.
+  __device__ void write_announcements(std::byte* const* windows, unsigned thread,
+                                      unsigned threads) {
+    for (int r = static_cast<int>(thread); r < size(); r += threads) {
+      if (failed_) continue;
+      Announcement& line = *reinterpret_cast<Announcement*>(
+          windows[r] + layout_.announcement(lane_, sequence_, rank()));
+      line.operation = me_.operation;
+      line.input = me_.input_location;
+      line.output = me_.output_location;
+      line.preflight = preflight_;
+      shared_word<std::uint32_t>(&line.epoch).store(sequence_, ::cuda::std::memory_order_release);
+    }
+  }
+
   static constexpr bool kMovesBytes = std::is_same_v<T, std::byte>;
   static constexpr std::int64_t kSize = sizeof(T);
   // Elements that move in one access; each needs a register for its sum.
@@ -271,38 +269,11 @@ class BlockComm {
     const int lane = lane_ + (static_cast<int>(threadIdx.x) + 1) * launch_.lanes;
     if (lane < layout_.lanes) state_of(lane).sequence = sequence_;
   }
+  __device__ std::byte* base(int r) const { return me_.windows[size() + r]; }
   __device__ Announcements announcements() const { return {me_, layout_, lane_, sequence_}; }
   __device__ const Announcement& announced(int r) const { return announcements().at(rank(), r); }
   __device__ std::uint32_t* flag(int channel, int from) const {
     return reinterpret_cast<std::uint32_t*>(window(rank()) + layout_.flag(lane_, channel, from));
-  }
-
-  __device__ std::uint64_t* packets_of(int to, int from) const {
-    return reinterpret_cast<std::uint64_t*>(window(to) + layout_.packets(sequence_, from)) +
-           begin_ * kSize / 4;
-  }
-  // Divides the packets of all other ranks among the threads, first the next rank's.
-  template <class Visit>
-  __device__ void each_packet(Visit visit) const {
-    const auto packets = static_cast<unsigned>(ceil_div(count() * kSize, 4));
-    for (unsigned j = threadIdx.x; j < packets * (size() - 1); j += blockDim.x) {
-      visit((rank() + 1 + static_cast<int>(j / packets)) % size(), j % packets);
-    }
-  }
-
-  // Word i of a tensor, padded with zeros beyond the end.
-  __device__ std::uint32_t word_of(const std::byte* data, std::int64_t i) const {
-    if constexpr (kSize >= 4) {
-      return reinterpret_cast<const std::uint32_t*>(data)[i];
-    } else {
-      std::uint32_t word = 0;
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const bool inside = i * 4 + k < count() * kSize;
-        word |= inside ? static_cast<std::uint32_t>(data[i * 4 + k]) << (8 * k) : 0u;
-      }
-      return word;
-    }
   }
 
   // Waits for a flag of rank r. The loads that poll do not acquire, because each acquire empties the

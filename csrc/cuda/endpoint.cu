@@ -127,8 +127,9 @@ struct Endpoint::Impl {
     launch.output = static_cast<std::byte*>(output);
     launch.input_location = location(input, input_bytes(operation, options.ranks, options.rank));
     launch.output_location = location(output, output_bytes(operation, options.ranks, options.rank));
+    launch.window =
+        reinterpret_cast<std::byte*>(options.windows[static_cast<std::size_t>(options.rank)]);
     launch.windows = tables.get();
-    launch.bases = tables.get() + options.ranks;
     launch.mailbox = device_mailbox;
     launch.rank = static_cast<std::int16_t>(options.rank);
     launch.captured = extras.capture.has_value();
@@ -151,6 +152,7 @@ struct Endpoint::Impl {
     if (operation.codec.kind != CodecKind::none || stays_in_node(operation.collective)) {
       return layout.lanes;
     }
+    if (fits_packets(operation)) return 1;
     std::int64_t bytes = std::max(input_bytes(operation, layout.ranks, operation.root),
                                   output_bytes(operation, layout.ranks, operation.root));
     const bool reads_all = operation.collective == Collective::all_reduce &&
@@ -177,13 +179,11 @@ std::int64_t window_bytes(int ranks, int lanes, std::int64_t staging_bytes,
   return heap_begin(ranks, lanes, staging_bytes) + heap_bytes;
 }
 
-// The least that a lane needs: a line per rank, every peer's packets, or kBlockElements elements of
-// every rank in the widest encoding.
+// The least that a lane needs: a line per rank, or kBlockElements elements of every rank in the widest
+// encoding.
 std::int64_t least_staging_bytes(int ranks, int lanes) {
   constexpr std::int64_t kWidest = kLargestBlock * 5;
-  return 2 * lanes *
-         std::max({kStagingSlots * ranks * kLine, ranks * kPacketBytes,
-                   kStagingSlots * (ranks + 1) * kWidest});
+  return 2 * lanes * std::max(kStagingSlots * ranks * kLine, kStagingSlots * (ranks + 1) * kWidest);
 }
 
 std::int64_t heap_begin(int ranks, int lanes, std::int64_t staging_bytes) {

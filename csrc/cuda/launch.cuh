@@ -5,6 +5,7 @@
 #include "core/algorithms/run.h"
 #include "cuda/comm.cuh"
 #include "cuda/launch.h"
+#include "cuda/packets.cuh"
 #include "cuda/runtime.cuh"
 
 namespace pycomm::cuda {
@@ -41,24 +42,42 @@ void launch_meeting(const L& launch, cudaStream_t stream, int threads = kThreads
   launch_blocks<kernel>(launch.lanes, launch, stream, threads);
 }
 
+// The element type and the reduction of a kernel.
+template <class T, class Reducer>
+struct Reduces {
+  using Element = T;
+  using Reduction = Reducer;
+};
+
+// Calls visit(Reduces<T, Reducer>{}) with those of the kernel that reduces for an operation.
+template <class Visit>
+void visit_reducer(const Operation& operation, Visit visit) {
+  visit_dtype(operation.dtype, [&](auto element) {
+    using T = decltype(element);
+    if (operation.op == ReduceOp::sum) {
+      return visit(Reduces<reduced_type_t<T, ReduceOp::sum>, Known<ReduceOp::sum>>{});
+    }
+    if constexpr (std::is_floating_point_v<accumulator_t<T>>) {
+      if (operation.op == ReduceOp::avg) return visit(Reduces<T, Known<ReduceOp::avg>>{});
+    }
+    visit(Reduces<T, LookedUp>{});
+  });
+}
+
 template <class Body>
 void launch_plain(const Launch& launch, cudaStream_t stream) {
   if constexpr (requires { Body::kMovesOnly; }) {
     launch_meeting<&kernel<Body, std::byte>>(launch, stream);
   } else {
     const Operation& operation = launch.ranks[0].operation;
-    visit_dtype(operation.dtype, [&](auto element) {
-      using T = decltype(element);
-      if (operation.op == ReduceOp::sum) {
-        using Summed = reduced_type_t<T, ReduceOp::sum>;
-        return launch_meeting<&kernel<Body, Summed, Known<ReduceOp::sum>>>(launch, stream);
+    visit_reducer(operation, [&](auto with) {
+      using T = typename decltype(with)::Element;
+      using Reducer = typename decltype(with)::Reduction;
+      if constexpr (std::is_same_v<Body, OneShot>) {
+        constexpr auto* kPackets = &packets_kernel<T, Reducer>;
+        if (fits_packets(operation)) return launch_meeting<kPackets>(launch, stream);
       }
-      if constexpr (std::is_floating_point_v<accumulator_t<T>>) {
-        if (operation.op == ReduceOp::avg) {
-          return launch_meeting<&kernel<Body, T, Known<ReduceOp::avg>>>(launch, stream);
-        }
-      }
-      launch_meeting<&kernel<Body, T, LookedUp>>(launch, stream);
+      launch_meeting<&kernel<Body, T, Reducer>>(launch, stream);
     });
   }
 }

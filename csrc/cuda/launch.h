@@ -18,11 +18,12 @@ struct RankLaunch {
   Operation operation;
   std::byte* input;
   std::byte* output;
-  std::int64_t input_location;  // for peers: an offset from bases[rank], or kNotInWindow
+  std::int64_t input_location;  // for peers: an offset from its base, or kNotInWindow
   std::int64_t output_location;
-  std::byte* const* windows;  // device array: every rank's window, mapped on this device
-  std::byte* const* bases;    // device array: the base of each rank's locations; behind them, the
-                              // multicast address of all windows, or null
+  std::byte* window;  // this rank's
+  // Device array: every rank's window, mapped on this device; then the base of each rank's locations;
+  // then the multicast address of all windows, or null.
+  std::byte* const* windows;
   Mailbox* mailbox;
   std::int16_t rank;
   bool captured;         // the launch is part of a graph

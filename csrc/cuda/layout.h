@@ -22,8 +22,15 @@ inline constexpr int kThreads = 512;
 // The most ranks of a group on CUDA: a block keeps a table of pointers to all of them.
 inline constexpr int kMaxRanks = 64;
 
-// The largest tensor that travels in packets (core/algorithms/packet.h).
+// The largest tensor that travels in packets (cuda/packets.cuh).
 inline constexpr std::int64_t kPacketBytes = 2 << 10;
+
+// True for a plain all-reduce that travels in packets. A rank then works on one lane.
+PYCOMM_HD constexpr bool fits_packets(const Operation& operation) {
+  return operation.collective == Collective::all_reduce &&
+         operation.algorithm == Algorithm::one_shot &&
+         operation.count * size_of(operation.dtype) <= kPacketBytes;
+}
 
 // What a lane moves at most before another one works, too.
 inline constexpr std::int64_t kLaneBytes = 16 << 10;
@@ -64,9 +71,11 @@ struct WindowLayout {
     return announcement(lane, 1, ranks) + (channel * ranks + from) * 4;
   }
   PYCOMM_HD constexpr std::int64_t state(int lane) const { return flag(lane, kChannels, 0); }
-  // All lanes share an area: packet i of a tensor is always the same one, whichever lane puts it.
+  // The first lane's: the operation's packets, then the tensor's, of eight bytes for each four.
   PYCOMM_HD constexpr std::int64_t packets(std::uint32_t parity, int from) const {
-    return lanes * lane_bytes() + ((parity & 1u) * ranks + from) * 2 * kPacketBytes;
+    constexpr std::int64_t kArea =
+        round_up(2 * (static_cast<std::int64_t>(sizeof(Operation)) + kPacketBytes), 128);
+    return lanes * lane_bytes() + ((parity & 1u) * ranks + from) * kArea;
   }
   PYCOMM_HD constexpr std::int64_t half_bytes() const {
     return staging_bytes / 2 / (lanes * kStagingSlots * kLine) * (lanes * kStagingSlots * kLine);

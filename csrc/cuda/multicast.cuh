@@ -67,7 +67,7 @@ class MulticastComm : public BlockComm<T, Reducer> {
 
   // The place of a location in all windows.
   __device__ uint4* everywhere(Location location) const {
-    std::byte* const all = this->me_.bases[size()];
+    std::byte* const all = Base::base(size());
     return reinterpret_cast<uint4*>(all + (location.data - Base::window(location.rank)));
   }
 

@@ -1,5 +1,5 @@
 // What a kernel tells the host of a rank's operation: how far it is (core/signal.h), and its times
-// (cuda/timing.h). One thread of the first lane tells, as that lane sees it.
+// (cuda/timing.h). The first thread of the first lane tells, as that lane sees it.
 #pragma once
 
 #include "cuda/failing.cuh"
@@ -29,14 +29,14 @@ __device__ inline Halves halves_of(std::uint64_t word) {
   return {static_cast<std::uint32_t>(word), static_cast<std::uint32_t>(word >> 32)};
 }
 
-// This rank has announced the operation, or another meeting of it.
+// This rank has announced the operation, or another meeting of it. In packets, it is about to.
 __device__ __noinline__ inline void tell_begin(const RankLaunch& me, const LaneState& state) {
   show(me, begun_word(me.number));
   const std::uint64_t begun = joined(state.begun);
   times() = {begun != 0 ? begun : now_ns(), joined(state.arrived), state.told};
 }
 
-// All ranks have announced it.
+// All ranks have announced it, or sent it in packets.
 __device__ __noinline__ inline void note_arrival() {
   if (times().arrived == 0) times().arrived = now_ns();
 }

@@ -135,6 +135,33 @@ def announcement_parity(without=None):
     return protocol
 
 
+def meeting_in_packets(without=None):
+    """Operation 2 is in packets, and no rank awaits its announcements. Announcement 3 is written
+    where announcement 1 was, and a packet of operation 3 where one of operation 1 was cleared.
+    """
+    protocol = Protocol(without)
+    writer, reader = Rank(protocol, 0), Rank(protocol, 1)
+    writer.flags.store("line", 1)
+    writer.signal("epoch", 1)
+    reader.wait("epoch", 1)
+    protocol.expect(reader.flags.load("line"), 1)
+    reader.data.store("packet", 0, SYSTEM)
+    reader.sync("order of kernels")
+
+    if protocol.has("fence before the packets"):
+        reader.flags.fence(SYSTEM)
+    reader.flags.store("operation", 2, SYSTEM)
+    protocol.given[writer.flags.load("operation", SYSTEM)] = {2}
+    if protocol.has("fence after the packets"):
+        writer.flags.fence(SYSTEM)
+    writer.sync("order of kernels")
+
+    writer.flags.store("line", 3)
+    writer.data.store("packet", 3, SYSTEM)
+    protocol.last["packet"] = 3  # so the reader will find it
+    return protocol
+
+
 def slot_reuse(without=None):
     """One-shot stages tile 2 in the slot of tile 0."""
     protocol = Protocol(without)
@@ -247,6 +274,10 @@ PARTS = [
     (withdrawn_announcement, ("release", "acquire")),
     (packet_with_clear, EXCHANGE),
     (announcement_parity, ("operation 2",)),
+    (
+        meeting_in_packets,
+        ("fence before the packets", "fence after the packets", "order of kernels"),
+    ),
     (slot_reuse, (*EXCHANGE, "rotation of slots")),
     (rank_that_has_left, ("acquire", "host's release")),
     (tickets_of_sums, ("fence before the ticket", "fence after the ticket", "warp barrier")),

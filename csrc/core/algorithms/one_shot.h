@@ -22,7 +22,9 @@ namespace pycomm {
 
 template <PlainExecutor Comm>
 PYCOMM_HD void one_shot(Comm& comm) {
-  if (comm.fits_packets()) return one_shot_packets(comm);
+  if constexpr (PacketExecutor<Comm>) {
+    if (comm.fits_packets()) return one_shot_packets(comm);
+  }
   const int n = comm.size(), me = comm.rank();
   const Tiles tiles{comm.count(), comm.slot_count()};
   const auto stage = [&](std::int64_t t) {

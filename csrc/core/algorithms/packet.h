@@ -8,7 +8,8 @@
 //   3. Read each peer's packets as their sequence numbers appear; add in rank order.
 //
 // Per rank, for S bytes: 2 (n-1) S written to peers, nothing read from them; no signals. Rounds
-// once. Reference: the LL protocol of NCCL, in which the data itself signals its arrival.
+// once. Reference: the LL protocol of NCCL, in which the data itself signals its arrival. CUDA has the
+// same packets, but does these steps at once (cuda/packets.cuh).
 //
 // Operations alternate between two packet areas, for the same reason as announcements do
 // (core/operation.h). Nothing else is written there. A reader overwrites each packet that it has
@@ -31,7 +32,7 @@ PYCOMM_HD constexpr std::uint32_t packet_sequence(std::uint64_t packet) {
   return static_cast<std::uint32_t>(packet >> 32);
 }
 
-template <PlainExecutor Comm>
+template <PacketExecutor Comm>
 PYCOMM_HD void one_shot_packets(Comm& comm) {
   const int n = comm.size(), me = comm.rank();
   comm.publish();

@@ -384,6 +384,6 @@ class Comm : public NodeRanks {
   void (*interrupt_)() = nullptr;
 };
 
-static_assert(BlockExecutor<Comm>);
+static_assert(BlockExecutor<Comm> && PacketExecutor<Comm>);
 
 }  // namespace pycomm::cpu

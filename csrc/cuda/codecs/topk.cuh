@@ -211,7 +211,7 @@ struct TopkBlock {
     return failed;
   }
   __device__ const LaneState& state(int lane) const {
-    return *reinterpret_cast<const LaneState*>(me.windows[me.rank] + launch.layout.state(lane));
+    return *reinterpret_cast<const LaneState*>(me.window + launch.layout.state(lane));
   }
   // True if residuals take part; valid after the first announcement.
   __device__ bool feeds() const {
@@ -228,7 +228,7 @@ struct TopkBlock {
   }
   // This rank's staging for the next announcement: preflights, then the lists of each part.
   __device__ std::byte* staging() const {
-    return me.windows[me.rank] + launch.layout.staging(next_sequence(state(0).sequence), 0, 0);
+    return me.window + launch.layout.staging(next_sequence(state(0).sequence), 0, 0);
   }
   __device__ std::byte* lists() const {
     return exchanges() ? staging() + me.lists : launch.wire + sizeof(WireHeader);

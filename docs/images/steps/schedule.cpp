@@ -47,8 +47,6 @@ class RecordingComm {
   }
 
   void announce() { std::printf("meet %d\n", rank_); }
-  void publish() {}
-  void await_announcements() { announce(); }
   void signal(int channel) { std::printf("signal %d %d\n", rank_, channel); }
   void wait(int peer, int channel, std::int64_t step) {
     std::printf("wait %d %d %d %ld\n", rank_, peer, channel, static_cast<long>(step));
@@ -72,11 +70,6 @@ class RecordingComm {
     for (int i = 0; i < n_from; ++i) print(from(i));
     std::printf("\n");
   }
-
-  bool fits_packets() const { return false; }
-  void put_packets(Location) {}
-  void take_packets() {}
-  Location taken(int r) const { return input(r); }
 
  private:
   // Nothing is read or written there: an address is an area and an offset.

@@ -143,9 +143,7 @@ void Comm::take_packets() {
 }
 
 Location Comm::taken(int r) const {
-  std::byte* const area =
-      node_.layout.packets_in_staging ? slot(rank_, 0).data : member(rank_).taken;
-  return {area + r * node_.layout.packet_bytes, rank_};
+  return {member(rank_).taken + r * node_.layout.packet_bytes, rank_};
 }
 
 void Comm::signal(int channel) { member(rank_).signals[channel].push_back(me().release()); }

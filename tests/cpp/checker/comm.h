@@ -19,9 +19,8 @@ class Fibers;
 // The differences between executors.
 struct Layout {
   std::int64_t staging_bytes = 64 << 10;
-  std::int64_t packet_bytes = 64;   // the largest tensor that is sent in packets
-  bool packets_in_staging = false;  // CUDA: taken packets are put into the own staging area
-  std::uint32_t first_epoch = 0;    // where operations and flags start to count
+  std::int64_t packet_bytes = 64;  // the largest tensor that is sent in packets
+  std::uint32_t first_epoch = 0;   // where operations and flags start to count
 };
 
 // A word that several threads write, sequentially consistent.
@@ -205,7 +204,7 @@ class Comm {
   int fail_at_ = kNeverFails;
 };
 
-static_assert(PlainExecutor<Comm>);
+static_assert(PacketExecutor<Comm>);
 
 // The running rank, for code that has no reference to it.
 Comm& running();

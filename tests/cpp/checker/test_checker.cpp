@@ -15,12 +15,12 @@ constexpr Where kPlaces[] = {Where::window, Where::own, Where::mixed};
 // With little staging, tiles and slots wrap around many times; with much, it holds several pieces
 // of a chunk. Epochs that wrap around do so within the first operations.
 constexpr std::uint32_t kLastEpochs = 0xfffffffc;
-const Layout kSmall{16 << 10, 64, false, 0};
-const Layout kSmallAndLate{16 << 10, 64, false, kLastEpochs};
-const Layout kLarge{16 << 20, 64, false, 0};
+const Layout kSmall{16 << 10, 64, 0};
+const Layout kSmallAndLate{16 << 10, 64, kLastEpochs};
+const Layout kLarge{16 << 20, 64, 0};
 // Small enough for tiles to wrap around, large enough for a piece of every stripe.
-const Layout kCoded{256 << 10, 64, false, kLastEpochs};
-const Layout kLikeCuda{512 << 10, 2 << 10, true, kLastEpochs};
+const Layout kCoded{256 << 10, 64, kLastEpochs};
+const Layout kLargePackets{512 << 10, 2 << 10, kLastEpochs};
 
 template <class T, std::size_t N>
 T one_of(const T (&from)[N], Dice& random) {
@@ -347,10 +347,9 @@ int main() {
     tests.push_back({"plain operations", [=] { plain(n, kSmall); }});
     tests.push_back({"across the wrap of epochs", [=] { plain(n, kSmallAndLate); }});
     tests.push_back({"with large staging", [=] { plain(n, kLarge); }});
-    tests.push_back({"packets in staging", [=] { plain(n, kLikeCuda); }});
     tests.push_back({"sharded steps", [=] { sharded(n, kSmallAndLate, 0); }});
     tests.push_back({"sharded steps in another order", [=] { sharded(n, kSmall, 1); }});
-    tests.push_back({"mixed with compressed ones", [=] { mixed(n, kLikeCuda); }});
+    tests.push_back({"mixed with compressed ones", [=] { mixed(n, kLargePackets); }});
     tests.push_back({"mixed, with large staging", [=] { mixed(n, kLarge); }});
   }
   tests.push_back({"ranks in another order", [] { plain(4, kSmall, 1); }});

@@ -53,9 +53,16 @@ bool has_failed(const cuda::Endpoint& endpoint, const Operation& operation, Reas
   return reason == Reason::aborted ? failure.reason == reason : expected;
 }
 
+// Of every kind, of so many floats, and one in packets.
+std::vector<Operation> operations(std::int64_t count) {
+  std::vector<Operation> made = all_operations(count);
+  made.push_back(packets(300));
+  return made;
+}
+
 // The last rank never comes. The others learn why by `tell`, or by their own deadlines.
 void never_comes(Reason reason, double timeout, const Tell& tell) {
-  for (const Operation& operation : all_operations(20'000)) {
+  for (const Operation& operation : operations(20'000)) {
     MappedWorld world(kRanks, kHeap, timeout);
     const Tensors before(operation, kRanks, 1);
     OnDevice tensors(operation, before, world, Room::mixed, 1);
@@ -74,7 +81,7 @@ void never_comes(Reason reason, double timeout, const Tell& tell) {
 void stops_halfway(Room room) {
   Dice dice(7);
   int stopped = 0;
-  for (const Operation& operation : all_operations(300'000)) {
+  for (const Operation& operation : operations(300'000)) {
     MappedWorld world(kRanks, kHeap);
     const Tensors before(operation, kRanks, 1);
     OnDevice tensors(operation, before, world, room, 1);
@@ -94,6 +101,29 @@ void stops_halfway(Room room) {
   PYCOMM_CHECK(stopped > 0, "some operations must be stopped before they end");
 }
 
+// The last rank announces a barrier, and then leaves. Who has seen only that it is gone has to look once
+// more whether it had come.
+void comes_and_leaves() {
+  const Operation barrier{Collective::barrier, Algorithm::two_shot, DType::u8, ReduceOp::sum, 0, 0};
+  device::let_loads_be_late(true);
+  for (int i = 0; i < 15; ++i) {
+    DeviceWorld world(2);
+    const cuda::WindowLayout layout{2, kLanes, DeviceWorld::staging_bytes(2)};
+    const auto line = [&](int to, int from) -> Announcement& {
+      return *reinterpret_cast<Announcement*>(world.windows[to] + layout.announcement(0, 1, from));
+    };
+    line(0, 1).operation = barrier;
+    std::jthread kernel([&] { world.endpoints[0]->launch(barrier, nullptr, nullptr, 0); });
+    const std::atomic_ref waits(line(1, 0).epoch), comes(line(0, 1).epoch);
+    while (waits.load() == 0) std::this_thread::yield();
+    comes.store(1, std::memory_order_release);
+    world.endpoints[0]->set_gone(1);
+    kernel.join();
+    PYCOMM_CHECK(world.endpoints[0]->failure().reason == Reason::none, "it has come");
+  }
+  device::let_loads_be_late(false);
+}
+
 }  // namespace
 }  // namespace pycomm::test
 
@@ -108,6 +138,7 @@ int main() {
            for (const auto& each : world.endpoints) each->set_gone(kRanks - 1);
          });
        }},
+      {"a rank that has come and left", comes_and_leaves},
       {"an abort",
        [] {
          never_comes(Reason::aborted, 60, [](MappedWorld& world) {

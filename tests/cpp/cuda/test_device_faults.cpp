@@ -1,12 +1,15 @@
 // How kernels end when the group is aborted, run on the CPU (device/cuda_runtime.h).
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <thread>
 
+#include "core/algorithms/packet.h"
 #include "core/errors.h"
 #include "cuda/codecs/wire.h"
 #include "cuda/layout.h"
 #include "support/device_world.h"
+#include "support/operations.h"
 #include "support/run_all.h"
 
 namespace pycomm::test {
@@ -16,7 +19,8 @@ constexpr std::int64_t kCount = 40'000;
 constexpr std::uint64_t kAbort = abort_word(Reason::timeout, 1);
 
 Operation all_reduce(Algorithm algorithm, CodecKind codec = CodecKind::none) {
-  Operation operation{Collective::all_reduce, algorithm, DType::f32, ReduceOp::sum, 0, kCount};
+  Operation operation = packets(kCount);
+  operation.algorithm = algorithm;
   operation.codec.kind = codec;
   if (codec == CodecKind::int8) operation.codec.block = 256;
   operation.codec.k = 400;
@@ -75,6 +79,76 @@ void the_last_look_counts(int n, const Operation& operation) {
   }
   ranks.launch_together(operation);
   for (const auto& endpoint : ranks.world.endpoints) fails_as_aborted(*endpoint, operation);
+}
+
+// Ranks call different operations, of which at least one travels in packets. No tensor changes, although
+// packets of both may have come.
+void tells_what_differs(const Operation& first, const Operation& other) {
+  Ranks ranks(2, true);
+  std::jthread second([&] { ranks.launch_alone(1, other); });
+  ranks.launch_alone(0, first);
+  second.join();
+  for (const auto& endpoint : ranks.world.endpoints) {
+    const cuda::Failure failure = endpoint->failure();
+    PYCOMM_CHECK(failure.reason == Reason::mismatch && failure.rank == 1,
+                 describe(first) + " and " + describe(other) + " must not match");
+    PYCOMM_CHECK(failure.first == first && failure.other == other, "the failure tells both");
+  }
+  for (const auto& y : ranks.y) {
+    PYCOMM_CHECK(y == std::vector<float>(kCount, 0.0f), "results stay as they were");
+  }
+}
+
+void succeeds_in_packets(const Ranks& ranks, int r, std::int64_t count) {
+  PYCOMM_CHECK(ranks.world.endpoints[r]->failure().reason == Reason::none, "it must succeed");
+  std::vector<float> sum(kCount, 0.0f);
+  std::fill_n(sum.begin(), count, static_cast<float>(ranks.size()));
+  PYCOMM_CHECK(ranks.y[r] == sum, "the sum of ones");
+}
+
+// A rank whose packets do not come soon is waited for. The other one has published the operation by then.
+void is_waited_for() {
+  Ranks ranks(2, false, 20);
+  const cuda::WindowLayout layout{2, kLanes, DeviceWorld::staging_bytes(2)};
+  std::jthread early([&] { ranks.launch_alone(0, packets(300)); });
+  auto& line =
+      *reinterpret_cast<Announcement*>(ranks.world.windows[1] + layout.announcement(0, 1, 0));
+  const auto has_failed = [&] {
+    return ranks.world.endpoints[0]->failure().reason != Reason::none;
+  };
+  while (std::atomic_ref(line.epoch).load() != 1 && !has_failed()) std::this_thread::yield();
+  ranks.launch_alone(1, packets(300));
+  early.join();
+  for (int r = 0; r < 2; ++r) succeeds_in_packets(ranks, r, 300);
+}
+
+// Packets stay where they are, whatever becomes of the rank that has sent them.
+void a_late_rank_finds_all_packets() {
+  Ranks ranks(2, false, 0.1);
+  ranks.launch_alone(0, packets(300));
+  const cuda::Failure failure = ranks.world.endpoints[0]->failure();
+  PYCOMM_CHECK(failure.reason == Reason::timeout && failure.rank == 1, "rank 1 has not come");
+  PYCOMM_CHECK(ranks.y[0] == std::vector<float>(kCount, 0.0f), "results stay as they were");
+  ranks.world.endpoints[0]->set_abort(kAbort);
+  ranks.launch_alone(1, packets(300));
+  succeeds_in_packets(ranks, 1, 300);
+}
+
+// After 2^32 - 2 operations their numbers come again. Then no packet of an old operation is left.
+void a_packet_is_taken_once() {
+  Ranks ranks(2);
+  const cuda::WindowLayout layout{2, kLanes, DeviceWorld::staging_bytes(2)};
+  for (int i = 0; i < 2; ++i) ranks.launch_together(packets(300));
+  for (const std::uintptr_t window : ranks.world.windows) {
+    for (const std::uint32_t parity : {0u, 1u}) {
+      const auto* packet = reinterpret_cast<std::uint64_t*>(window + layout.packets(parity, 0));
+      const auto* end = reinterpret_cast<std::uint64_t*>(window + layout.packets(parity, 2));
+      for (; packet != end; ++packet) {
+        const std::uint32_t number = packet_sequence(*packet);
+        PYCOMM_CHECK(number == 0 || number % 2 != parity, "a number that is no operation's here");
+      }
+    }
+  }
 }
 
 // A lane that sees the abort does not start to use other ranks' tensors.
@@ -179,8 +253,27 @@ int main() {
            for (const CodecKind codec : {CodecKind::int8, CodecKind::topk}) {
              the_last_look_counts(n, all_reduce(Algorithm::two_shot, codec));
            }
+           the_last_look_counts(n, packets(300));
          }
        }},
+      {"a mismatch in packets",
+       [] {
+         Operation largest = packets(100);
+         largest.op = ReduceOp::max;
+         for (const Operation& other :
+              {packets(0), packets(99), packets(300), largest, all_reduce(Algorithm::two_shot)}) {
+           tells_what_differs(packets(100), other);
+           tells_what_differs(other, packets(100));
+         }
+         largest.count = 512;
+         tells_what_differs(packets(512), largest);
+       }},
+      {"a rank is waited for",
+       [] {
+         for (int i = 0; i < 8; ++i) is_waited_for();
+       }},
+      {"a late rank finds all packets", a_late_rank_finds_all_packets},
+      {"a packet is taken once", a_packet_is_taken_once},
       {"an aborted kernel stays outside",
        [] {
          for (const Algorithm algorithm : {Algorithm::two_shot, Algorithm::ring, Algorithm::tree}) {

@@ -148,15 +148,18 @@ void codecs(int n) {
   }
 }
 
-// Every kernel that reduces or compresses.
+// Every kernel that reduces or compresses. One-shot has others for packets.
 void every_kernel() {
   Processes ranks(2);
-  for (Operation operation : plain_operations()) {
+  std::vector<Operation> operations = plain_operations();
+  for (Operation& each : operations) each.count = each.collective == Collective::barrier ? 0 : 301;
+  operations.push_back(packets(201));
+  operations.front().count = 2'301;
+  for (Operation operation : operations) {
     for (int d = 0; d < kCountOf<DType>; ++d) {
       for (int o = 0; o < kCountOf<ReduceOp>; ++o) {
         operation.dtype = static_cast<DType>(d);
         operation.op = static_cast<ReduceOp>(o);
-        operation.count = operation.collective == Collective::barrier ? 0 : 301;
         if (refusal_of({operation}, 2).empty()) ranks.compare(operation);
       }
     }
@@ -169,12 +172,35 @@ void every_kernel() {
   }
 }
 
+// The largest tensors in packets, and smaller ones: the last item of a tensor may be whole or not.
+void packet_sizes(int n) {
+  Processes ranks(n);
+  const std::pair<DType, std::int64_t> sizes[] = {
+      {DType::f32, 1},    {DType::f32, 470},  {DType::f32, 471}, {DType::f32, 511},
+      {DType::f32, 512},  {DType::i64, 255},  {DType::i64, 256}, {DType::f16, 1'023},
+      {DType::u8, 2'041}, {DType::u8, 2'047}, {DType::u8, 2'048}};
+  for (const auto& [dtype, count] : sizes) {
+    Operation operation = packets(count);
+    operation.dtype = dtype;
+    PYCOMM_CHECK(cuda::fits_packets(operation), describe(operation) + " travels in packets");
+    for (const Room room : {Room::heap, Room::mixed}) ranks.compare(operation, room);
+    for (int i = 0; i < 2; ++i) {  // not in place, and in place
+      ranks.compare(operation, Room::outside, Numbers::whole);
+    }
+  }
+}
+
 // All-reduces are done in place, so that a replay starts with the results and residuals of the last.
 void replays(int n) {
   Processes ranks(n);
-  std::vector<Operation> operations = all_operations(1001);
+  std::vector<Operation> operations;
+  for (const Operation& operation : all_operations(1001)) {
+    operations.push_back(operation);
+    const auto packed = static_cast<std::int64_t>(operations.size() * 7 % 5);  // none, or up to two
+    for (std::int64_t i = 0; i < packed / 2; ++i) operations.push_back(packets(40 * packed + i));
+  }
   for (Operation& operation : operations) operation.op = ReduceOp::avg;
-  ranks.replay(operations, 100);
+  ranks.replay(operations, 80);
 }
 
 // Messages are fetched from other ranks' heaps, and from nowhere else.
@@ -208,6 +234,7 @@ int main() {
   for (int n = 1; n <= 8; ++n) {
     tests.push_back({"collectives", [n] { collectives(n); }});
     tests.push_back({"codecs", [n] { codecs(n); }});
+    if (n == 4 || n == 5) tests.push_back({"packets", [n] { packet_sizes(n); }});
     if (n > 1 && n < 5) tests.push_back({"multicasts", [n] { multicasts(n); }});
   }
   tests.push_back({"replays", [] { replays(2); }});

@@ -22,6 +22,10 @@ Actor* become(Actor* next);
 void publish(const void* place);
 void observe(const void* place);
 
+// From now on, a relaxed load may return what its thread has seen there before, as long as the thread
+// passes no acquire, fence or barrier. Only in tests that do not look for races.
+void let_loads_be_late(bool may_be);
+
 // Atomic operations and fences of the current actor. `order` is one of __ATOMIC_RELAXED and so on.
 template <class Word>
 Word load(const Word* word, int order, Scope scope);

@@ -74,8 +74,8 @@ class DeviceRanks {
                         static_cast<std::byte*>(out),
                         kNotInWindow,
                         kNotInWindow,
+                        windows_[r],
                         windows_.data(),
-                        windows_.data() + mailboxes_.size(),
                         &mailboxes_[r].mailbox,
                         static_cast<std::int16_t>(r),
                         false,
@@ -104,7 +104,7 @@ class DeviceRanks {
   };
 
   std::vector<std::vector<Line>> memory_;
-  std::vector<std::byte*> windows_;  // and one unused base for locations
+  std::vector<std::byte*> windows_;  // and bases of locations, which are unused
   std::vector<RankMailbox> mailboxes_;
   std::vector<cuda::Bucket> buckets_;
   std::vector<std::vector<std::byte>> workspaces_;

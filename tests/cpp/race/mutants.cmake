@@ -24,6 +24,11 @@ add_race_mutant(plain "all-reduce" fences_for_one_device cuda/comm.cuh
       shared_word<std::uint32_t>(window(r) + layout_.flag(lane_, channel, rank()))
           .store(signalled_[channel], ::cuda::std::memory_order_relaxed);")
 
+add_race_mutant(plain "packets" packets_release_nothing cuda/packets.cuh
+  "if (item_ == 0) __threadfence_system();  // releases" "// releases")
+add_race_mutant(plain "packets" packets_acquire_nothing cuda/packets.cuh
+  "if (item_ == 0) __threadfence_system();  // acquires" "// acquires")
+
 # A slot less.
 add_race_mutant(plain "all-reduce" operations_share_announcements cuda/layout.h
   "((parity & 1u) * ranks + from) * static_cast<std::int64_t>(sizeof(Announcement))"

@@ -5,14 +5,20 @@
 namespace pycomm::cuda {
 namespace {
 
-// Two warps to a block: ThreadSanitizer's work at a barrier grows with the square of the threads.
-constexpr int kFewThreads = 64;
+// Few warps to a block: ThreadSanitizer's work at a barrier grows with the square of the threads. In
+// packets, there is one for 32 items (cuda/packets.cuh).
+constexpr int kFewThreads = 64, kThreadsForPackets = 96;
 
 template <class Body>
 void launch_one(const Launch& launch, cudaStream_t stream) {
   if constexpr (requires { Body::kMovesOnly; }) {
     launch_meeting<&kernel<Body, std::byte>>(launch, stream, kFewThreads);
   } else {
+    if constexpr (std::is_same_v<Body, OneShot>) {
+      constexpr auto* kPackets = &packets_kernel<float, Known<ReduceOp::sum>>;
+      const bool packets = fits_packets(launch.ranks[0].operation);
+      if (packets) return launch_meeting<kPackets>(launch, stream, kThreadsForPackets);
+    }
     launch_meeting<&kernel<Body, float>>(launch, stream, kFewThreads);
   }
 }

@@ -39,7 +39,8 @@ Operation plain(Collective collective, Algorithm algorithm, std::int64_t count, 
   return operation;
 }
 
-constexpr std::int64_t kPackets = 3'000;
+// Of a tile, and of as many packets as the few threads can take.
+constexpr std::int64_t kSmall = 3'000, kPackets = 54;
 
 // More tiles than there are slots, in a staging area of two halves.
 std::int64_t large(int n) {
@@ -52,12 +53,23 @@ void all_reduces(int n) {
     std::vector<Operation> operations;
     for (const Algorithm algorithm : {Algorithm::two_shot, Algorithm::ring, Algorithm::tree,
                                       Algorithm::one_shot, Algorithm::multicast}) {
-      for (const std::int64_t count : {large(n), kPackets, kPackets}) {
+      for (const std::int64_t count : {large(n), kSmall, kSmall}) {
         operations.push_back(plain(Collective::all_reduce, algorithm, count));
       }
     }
     run(n, staged, operations);
   }
+}
+
+// Each operation uses again what was used two operations before: also slots, if one in packets is between.
+void packets(int n) {
+  std::vector<Operation> operations;
+  for (int i = 0; i < 25; ++i) {
+    const bool staged = i % 5 == 0 || i % 5 == 2;
+    operations.push_back(
+        plain(Collective::all_reduce, Algorithm::one_shot, staged ? kSmall : kPackets));
+  }
+  run(n, false, operations);
 }
 
 void collectives(int n) {
@@ -66,7 +78,7 @@ void collectives(int n) {
     for (const Collective collective :
          {Collective::reduce_scatter, Collective::all_gather, Collective::broadcast,
           Collective::reduce, Collective::gather, Collective::scatter, Collective::all_to_all}) {
-      for (const std::int64_t count : {large(n), kPackets, kPackets}) {
+      for (const std::int64_t count : {large(n), kSmall, kSmall}) {
         operations.push_back(plain(collective, Algorithm::two_shot, count, n - 1));
       }
     }
@@ -84,6 +96,8 @@ int main(int argc, char** argv) {
       {
           {"all-reduce, 2 ranks", [] { all_reduces(2); }},
           {"all-reduce, 3 ranks", [] { all_reduces(3); }},
+          {"packets, 2 ranks", [] { packets(2); }},
+          {"packets, 3 ranks", [] { packets(3); }},
           {"collectives, 2 ranks", [] { collectives(2); }},
           {"collectives, 3 ranks", [] { collectives(3); }},
       },

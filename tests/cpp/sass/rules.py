@@ -11,7 +11,7 @@ from sass.listing import Instruction
 
 # Of each such kernel, one type and reduction; the others are instances of the same template.
 MEETING = re.compile(
-    r"E(f|St4byte)(NS0_5KnownILNS_8ReduceOpE0EEEEE|NS_10CodecTable)|(meet|gather)_kernel|sharded_"
+    r"[EI](f|St4byte)(NS0_5KnownILNS_8ReduceOpE0EEEEE|NS_10CodecTable)|(meet|gather)_kernel|sharded_"
 )
 # Lanes of one rank meet here, too, by counters in their device's memory.
 MEETS_ON_ONE_DEVICE = re.compile("sharded_")

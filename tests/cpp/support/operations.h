@@ -22,6 +22,11 @@ inline std::vector<Operation> plain_operations() {
   return made;
 }
 
+// An all-reduce of so many floats that travel in packets.
+inline Operation packets(std::int64_t count) {
+  return {Collective::all_reduce, Algorithm::one_shot, DType::f32, ReduceOp::sum, 0, count};
+}
+
 inline Codec int8(std::uint32_t block, bool feedback) {
   Codec codec;
   codec.kind = CodecKind::int8;
