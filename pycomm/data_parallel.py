@@ -432,15 +432,11 @@ class DataParallel(ModuleProxy):
         """Makes all ranks of a group begin or continue with the same model."""
         module, state, sharding, survival = self.module, self.comm_state, self._sharding, None
         options: dict[str, object] = {**self._options, "shard": None, "has_group": False}
+        wishes = None
         if any(parameter.is_cuda for parameter in exchanged):
-            if sharding is not None:
-                from pycomm._training.sharding import wish_for_shards
+            from pycomm._training.heap import wishes_of_wrapper
 
-                wish_for_shards(group, exchanged, state, sharding, self._bucket_bytes)
-            elif state.exchanges_in_place(exchanged):
-                from pycomm._training.heap import gradient_bytes
-
-                group._heap_wish += gradient_bytes(exchanged)
+            wishes = wishes_of_wrapper(group, exchanged, state, sharding, self._bucket_bytes)
         if sharding is not None:
             from pycomm._training.sharding import check_sharding
             from pycomm._training.survival import ShardSurvival
@@ -455,6 +451,8 @@ class DataParallel(ModuleProxy):
             options |= {"shard": sharding.stage, "has_group": sharding.group is not None}
             options |= {"replicas": sharding.replicas, "publish": sharding.publish}
         sync_initial_state(module, exchanged, state, group, survival, is_new, options)
+        if wishes is not None:
+            wishes.fulfil()
         return survival
 
     def _check_parameters(self) -> None:
