@@ -275,9 +275,10 @@ class CommState(HookState):
         if rebuilt and lasts and self.compression is None:
             ids = set(map(id, parameters))
             if buffer.is_cuda and not self._planner.made:  # the first bucket, on all ranks alike
-                from pycomm._training.heap import make_room_for_buckets
+                from pycomm._training.heap import make_room
 
-                make_room_for_buckets(self, buffer, parameters)
+                wishes, self._wishes = self._wishes, None
+                make_room(wishes, self.group, buffer, self._parameters.tensors or parameters)
             self._planner.forget(ids)  # old buckets, whose memory the new ones need
             if not self._now.parameters.isdisjoint(ids):  # start() begins a step
                 self._now.flights.clear()

@@ -16,84 +16,55 @@ import torch
 
 from pycomm._runtime.c10d import take_memory
 from pycomm._runtime.cuda import HeapWishes
-from pycomm._training.buckets import bucket_limit
 from pycomm._training.flat import kind_of, room
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-    from pycomm._training.comm_state import CommState
-    from pycomm._training.hook_state import HookState
-    from pycomm._training.sharding import Sharding
     from pycomm.group import Group
 
 ROUNDING = 512  # bytes; more than what each block is rounded up by
 
 
-def wishes_of_wrapper(
-    group: Group,
-    parameters: Sequence[torch.Tensor],
-    state: HookState,
-    sharding: Sharding | None,
-    bucket_bytes: float,
-) -> HeapWishes:
-    """Wishes for what a wrapper exchanges in place, with shards or without."""
+def wishes_of_gradients(group: Group, parameters: Sequence[torch.Tensor]) -> HeapWishes:
+    """Wishes for these parameters' gradients."""
     wishes = HeapWishes(next(p.device for p in parameters if p.is_cuda))
-    if sharding is None:
-        if state.exchanges_in_place(parameters):
-            wishes.add(group, gradient_bytes(parameters))
-    elif not state.averages_parameters:
-        _wish_for_shards(wishes, group, parameters, state, sharding, bucket_bytes)
+    wishes.add(group, gradient_bytes(parameters))
     return wishes
 
 
-def _wish_for_shards(
-    wishes: HeapWishes,
-    group: Group,
-    parameters: Sequence[torch.Tensor],
-    state: HookState,
-    sharding: Sharding,
-    bucket_bytes: float,
-) -> None:
-    """Wishes for the shards, and for what of the gradients lies in windows."""
-    from pycomm._training.grad_shards import slots_bytes
-    from pycomm._training.shards import plan_arena
-
-    divides = group if sharding.group is None else sharding.group
-    parameters = list(reversed(parameters))  # as the wrapper cuts them into buckets
-    limit = bucket_limit(parameters, bucket_bytes)
-    in_place = state.exchanges_in_place(parameters)
-    averages = sharding.stage == "optimizer" and divides is group and in_place
-    arena = plan_arena(parameters, divides.size, limit, averages)
-    wishes.add(divides, arena.nbytes + ROUNDING)
-    if sharding.stage == "gradients":
-        wishes.add(divides, slots_bytes(int(limit), divides.size) + ROUNDING)
-    elif not averages and in_place:
-        wishes.add(group, gradient_bytes(parameters))
-
-
 def wish_for_ddp(
-    state: HookState, model: DistributedDataParallel, parameters: Sequence[torch.Tensor]
-) -> None:
-    """Wishes for the buckets of a model with these parameters."""
+    wishes: HeapWishes | None,
+    group: Group,
+    model: DistributedDataParallel,
+    parameters: Sequence[torch.Tensor],
+) -> HeapWishes:
+    """Wishes for the buckets of a model with these parameters, too."""
     needed = gradient_bytes(parameters)
     # Gradients that are views keep up to two old buckets when DDP makes new ones.
     old = 2 * int(model.bucket_bytes_cap) if model.gradient_as_bucket_view else 0
-    state._wishes = state._wishes or HeapWishes(parameters[0].device)
-    state._wishes.add(state.group, needed + min(old, needed))
+    wishes = wishes or HeapWishes(parameters[0].device)
+    wishes.add(group, needed + min(old, needed))
+    return wishes
 
 
-def make_room_for_buckets(
-    state: CommState, bucket: torch.Tensor, parameters: Sequence[torch.Tensor]
+def make_room(
+    wishes: HeapWishes | None,
+    group: Group,
+    bucket: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
 ) -> None:
     """Makes room when a state gets its first bucket; a collective call.
 
-    A state that was not registered in this group has wished for nothing there.
+    Args:
+        wishes: the state's. If it was not registered in this group, it has wished for nothing.
+        group: the ranks.
+        bucket: the first bucket.
+        parameters: the parameters that the state knows.
     """
-    group, wishes, state._wishes = state.group, state._wishes, None
     if wishes is None or not wishes.of(group):
         wishes = HeapWishes(bucket.device)
-        wishes.add(group, gradient_bytes(state._parameters.tensors or parameters))
+        wishes.add(group, gradient_bytes(parameters))
     side = group._cuda
     wishes.fulfil(take_memory is not None and (side is None or side.path_of(bucket) == "staged"))
 

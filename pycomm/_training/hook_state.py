@@ -52,7 +52,7 @@ class HookState(ABC):
         if on_cuda and self.exchanges_in_place(on_cuda):
             from pycomm._training.heap import wish_for_ddp
 
-            wish_for_ddp(self, model, on_cuda)
+            self._wishes = wish_for_ddp(self._wishes, self.group, model, on_cuda)
 
     @property
     @abstractmethod
