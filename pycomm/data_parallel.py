@@ -432,19 +432,12 @@ class DataParallel(ModuleProxy):
         """Makes all ranks of a group begin or continue with the same model."""
         module, state, sharding, survival = self.module, self.comm_state, self._sharding, None
         options: dict[str, object] = {**self._options, "shard": None, "has_group": False}
-        if any(parameter.is_cuda for parameter in exchanged):
-            if sharding is not None:
-                from pycomm._training.sharding import wish_for_shards
-
-                wish_for_shards(group, exchanged, state, sharding, self._bucket_bytes)
-            elif state.exchanges_in_place(exchanged):
-                from pycomm._training.heap import gradient_bytes
-
-                group._heap_wish += gradient_bytes(exchanged)
+        wishes = None
         if sharding is not None:
-            from pycomm._training.sharding import check_sharding
+            from pycomm._training.sharding import check_sharding, wishes_of_shards
             from pycomm._training.survival import ShardSurvival
 
+            wishes = wishes_of_shards(group, exchanged, state, sharding, self._bucket_bytes)
             check_sharding(module, exchanged, state, group, sharding)
             survival = ShardSurvival(
                 cast("CommState", state),
@@ -454,7 +447,13 @@ class DataParallel(ModuleProxy):
             )
             options |= {"shard": sharding.stage, "has_group": sharding.group is not None}
             options |= {"replicas": sharding.replicas, "publish": sharding.publish}
+        elif any(p.is_cuda for p in exchanged) and state.exchanges_in_place(exchanged):
+            from pycomm._training.heap import wishes_of_gradients
+
+            wishes = wishes_of_gradients(group, exchanged)
         sync_initial_state(module, exchanged, state, group, survival, is_new, options)
+        if wishes is not None:
+            wishes.fulfil()
         return survival
 
     def _check_parameters(self) -> None:

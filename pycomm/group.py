@@ -116,7 +116,6 @@ class Group:
         self._told: set[str] = set()  # messages that are logged once
         self._span: InternodeProcessGroups | None = None  # NCCL between nodes
         self._cuda: CudaSide | None = None
-        self._heap_wish = 0  # bytes that models will need in the CUDA window
         self._join_cuda: Callable[[torch.device], CudaSide] = _no_cuda
         # Catches up with the exchange of gradients that the last forward has promised.
         self._catch_up: Callable[[], None] | None = None
@@ -799,7 +798,7 @@ def take_cuda(group: Group, process_group: Callable[[], Any], max_blocks: int, h
     def connect(device: torch.device) -> CudaSide:
         from pycomm._runtime.cuda import join_processes
 
-        return join_processes(group, device, process_group, max_blocks, heap, group._heap_wish)
+        return join_processes(group, device, process_group, max_blocks, heap)
 
     group._join_cuda = connect
 

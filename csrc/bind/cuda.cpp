@@ -108,20 +108,25 @@ std::int64_t cuda_select(int device, std::uintptr_t stream, std::uintptr_t works
 
 void bind_cuda(py::module_& m) {
   m.attr("has_cuda") = cuda::available();
+  py::class_<cuda::Region>(m, "CudaRegion")
+      .def(py::init<std::int64_t, std::vector<std::uintptr_t>, std::vector<std::uintptr_t>,
+                    std::uintptr_t>(),
+           py::arg("bytes"), py::arg("here"), py::arg("there"), py::arg("multicast") = 0);
   py::class_<Endpoint, std::shared_ptr<Endpoint>>(m, "CudaEndpoint")
       .def(py::init([](int device, int rank, int ranks, int lanes, std::int64_t staging_bytes,
-                       std::int64_t window_bytes, double timeout,
-                       std::vector<std::uintptr_t> windows, bool one_address_space,
-                       bool stage_always, std::int64_t message_bytes, std::uintptr_t multicast) {
-             return std::make_shared<Endpoint>(
-                 cuda::EndpointOptions{device, rank, ranks, lanes, staging_bytes, window_bytes,
-                                       timeout, std::move(windows), one_address_space, stage_always,
-                                       cuda::kLaneBytes, message_bytes, multicast});
+                       double timeout, cuda::Region window, bool one_address_space,
+                       bool stage_always, std::int64_t message_bytes) {
+             return std::make_shared<Endpoint>(cuda::EndpointOptions{
+                 device, rank, ranks, lanes, staging_bytes, timeout, std::move(window),
+                 one_address_space, stage_always, cuda::kLaneBytes, message_bytes});
            }),
            py::arg("device"), py::arg("rank"), py::arg("ranks"), py::arg("lanes"),
-           py::arg("staging_bytes"), py::arg("window_bytes"), py::arg("timeout"),
-           py::arg("windows"), py::arg("one_address_space"), py::arg("stage_always"),
-           py::arg("message_bytes"), py::arg("multicast") = 0, py::call_guard<WithoutGil>())
+           py::arg("staging_bytes"), py::arg("timeout"), py::arg("window"),
+           py::arg("one_address_space"), py::arg("stage_always"), py::arg("message_bytes"),
+           py::call_guard<WithoutGil>())
+      .def("extend", &Endpoint::extend, py::arg("region"), py::call_guard<WithoutGil>())
+      .def("place_of", &Endpoint::place_of, py::arg("address"), py::arg("bytes"))
+      .def("address_of", &Endpoint::address_of, py::arg("rank"), py::arg("place"))
       .def(
           "serve_messages",
           [](const Endpoint& endpoint, cpu::Group& group) {
@@ -134,6 +139,8 @@ void bind_cuda(py::module_& m) {
       .def("take", &cpu::DeviceHeap::take, py::arg("bytes"), py::arg("may_wait"),
            py::call_guard<WithoutGil>())
       .def("release", &cpu::DeviceHeap::release)
+      .def("extend", &cpu::DeviceHeap::extend, py::arg("begin"), py::arg("bytes"))
+      .def("has_room", &cpu::DeviceHeap::has_room, py::arg("bytes"), py::call_guard<WithoutGil>())
       .def("close", &cpu::DeviceHeap::close, py::call_guard<WithoutGil>())
       .def("refusal", &cpu::DeviceHeap::refusal, py::arg("bytes"));
   py::class_<HostRegistration>(m, "CudaHostRegistration")

@@ -235,8 +235,8 @@ inline constexpr Preflight kNeutralPreflight = make_preflight(false, true);
 // it knows that every rank has completed k and no longer reads the line of k.
 struct alignas(64) Announcement {
   Operation operation;
-  std::int64_t input = kNotInWindow;  // offsets of the tensors in this rank's window
-  std::int64_t output = kNotInWindow;
+  std::int64_t input = kNotInWindow;   // offsets of the tensors in this rank's window; on CUDA,
+  std::int64_t output = kNotInWindow;  // addresses at which the reader sees them
   Preflight preflight;
   std::uint32_t epoch = 0;
 };

@@ -64,10 +64,10 @@ class BlockComm {
   __device__ Location input() const { return {me_.input + begin_ * kSize, me_.rank}; }
   __device__ Location output() const { return {me_.output + begin_ * kSize, me_.rank}; }
   __device__ Location input(int r) const {
-    return {base(r) + announced(r).input + begin_ * kSize, r};
+    return {reinterpret_cast<std::byte*>(announced(r).input) + begin_ * kSize, r};
   }
   __device__ Location output(int r) const {
-    return {base(r) + announced(r).output + begin_ * kSize, r};
+    return {reinterpret_cast<std::byte*>(announced(r).output) + begin_ * kSize, r};
   }
   __device__ Location slot(int r, std::int64_t i) const {
     return {window(r) + layout_.staging(sequence_, lane_, i), r};
@@ -248,8 +248,8 @@ class BlockComm {
       Announcement& line = *reinterpret_cast<Announcement*>(
           windows[r] + layout_.announcement(lane_, sequence_, rank()));
       line.operation = me_.operation;
-      line.input = me_.input_location;
-      line.output = me_.output_location;
+      line.input = seen_by(r, me_.input, me_.input_region);
+      line.output = seen_by(r, me_.output, me_.output_region);
       line.preflight = preflight_;
       shared_word<std::uint32_t>(&line.epoch).store(sequence_, ::cuda::std::memory_order_release);
     }
@@ -269,7 +269,13 @@ class BlockComm {
     const int lane = lane_ + (static_cast<int>(threadIdx.x) + 1) * launch_.lanes;
     if (lane < layout_.lanes) state_of(lane).sequence = sequence_;
   }
-  __device__ std::byte* base(int r) const { return me_.windows[size() + r]; }
+  // Where rank r's device sees memory of this rank; kNotInWindow if it does not.
+  __device__ std::int64_t seen_by(int r, const std::byte* data, RegionTable region) const {
+    if (region == nullptr) return kNotInWindow;
+    const RegionTable there = region + size();
+    return reinterpret_cast<std::int64_t>(there[r]) + reinterpret_cast<std::int64_t>(data) -
+           reinterpret_cast<std::int64_t>(there[rank()]);
+  }
   __device__ Announcements announcements() const { return {me_, layout_, lane_, sequence_}; }
   __device__ const Announcement& announced(int r) const { return announcements().at(rank(), r); }
   __device__ std::uint32_t* flag(int channel, int from) const {

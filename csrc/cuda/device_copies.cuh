@@ -5,29 +5,30 @@
 #pragma once
 
 #include "core/device_copies.h"
-#include "cuda/endpoint.h"
+#include "cuda/regions.cuh"
 #include "cuda/runtime.cuh"
 
 namespace pycomm::cuda {
 
 class MessageCopies final : public DeviceCopies {
  public:
-  // `heap`: what other ranks may use of a window.
-  MessageCopies(const EndpointOptions& options, Range heap) : options_(options), heap_(heap) {}
+  MessageCopies(int device, int rank, std::shared_ptr<const Regions> regions, Range slots)
+      : device_(device),
+        rank_(static_cast<std::size_t>(rank)),
+        regions_(std::move(regions)),
+        slots_(slots) {}
   ~MessageCopies() override {
     for (const cudaStream_t stream : {putting_, fetching_}) {
       if (stream != nullptr) (void)cudaStreamDestroy(stream);
     }
   }
 
-  int device() const override { return options_.device; }
-  void make_current() const noexcept override { (void)cudaSetDevice(options_.device); }
-  Range slots() const override { return {heap_.begin, options_.message_bytes}; }
+  int device() const override { return device_; }
+  void make_current() const noexcept override { (void)cudaSetDevice(device_); }
+  Range slots() const override { return slots_; }
 
   std::int64_t place_of(const void* data, std::int64_t bytes) const override {
-    const auto place =
-        static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data) - base(options_.rank));
-    return is_inside(place, bytes) ? place : kNotInWindow;
+    return regions_->place_of(data, bytes);
   }
 
   Mark mark(std::uintptr_t stream) override {
@@ -45,12 +46,12 @@ class MessageCopies final : public DeviceCopies {
   }
 
   Mark put(std::int64_t place, const void* from, std::int64_t bytes) override {
-    return copied(putting_, address(options_.rank, place), from, bytes);
+    return copied(putting_, regions_->address_of(rank_, place, bytes), from, bytes);
   }
 
   Mark fetch(void* to, int rank, std::int64_t place, std::int64_t bytes) override {
-    PYCOMM_CHECK(is_inside(place, bytes), "a piece of a message lies outside of the heap");
-    return copied(fetching_, to, address(rank, place), bytes);
+    const auto from = static_cast<std::size_t>(rank);
+    return copied(fetching_, to, regions_->address_of(from, place, bytes), bytes);
   }
 
   void finish() noexcept override {
@@ -61,23 +62,10 @@ class MessageCopies final : public DeviceCopies {
   }
 
  private:
-  // Threads have one address space.
-  std::uintptr_t base(int rank) const {
-    return options_.one_address_space ? 0 : options_.windows[static_cast<std::size_t>(rank)];
-  }
-  void* address(int rank, std::int64_t place) const {
-    return reinterpret_cast<void*>(base(rank) + static_cast<std::uintptr_t>(place));
-  }
-  bool is_inside(std::int64_t place, std::int64_t bytes) const {
-    if (options_.one_address_space) return true;
-    const std::int64_t end = heap_.begin + heap_.count;
-    return place >= heap_.begin && place <= end && bytes <= end - place;
-  }
-
   Mark copied(cudaStream_t& stream, void* to, const void* from, std::int64_t bytes) {
     if (stream == nullptr) {
       const BesideCaptures beside;
-      const DeviceGuard guard(options_.device);
+      const DeviceGuard guard(device_);
       PYCOMM_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     }
     return recorded(stream, [&] {
@@ -90,15 +78,17 @@ class MessageCopies final : public DeviceCopies {
   template <class Enqueue>
   Mark recorded(cudaStream_t stream, const Enqueue& enqueue) {
     const BesideCaptures beside;
-    const DeviceGuard guard(options_.device);
+    const DeviceGuard guard(device_);
     enqueue();
     auto event = std::make_shared<Event>();
     PYCOMM_CUDA_CHECK(cudaEventRecord(*event, stream));
     return event;
   }
 
-  const EndpointOptions options_;
-  const Range heap_;
+  const int device_;
+  const std::size_t rank_;
+  const std::shared_ptr<const Regions> regions_;
+  const Range slots_;
   cudaStream_t putting_ = nullptr, fetching_ = nullptr;  // made when they are needed
 };
 

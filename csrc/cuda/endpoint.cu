@@ -12,6 +12,7 @@
 
 #include "cuda/device_copies.cuh"
 #include "cuda/order.cuh"
+#include "cuda/regions.cuh"
 #include "cuda/runtime.cuh"
 
 namespace pycomm::cuda {
@@ -49,14 +50,13 @@ void load_kernels() {
 struct Endpoint::Impl {
   struct Free {
     void operator()(Mailbox* pinned) const { (void)cudaFreeHost(pinned); }
-    void operator()(std::byte** on_device) const { (void)cudaFree(on_device); }
   };
 
   EndpointOptions options;
   WindowLayout layout;
-  std::unique_ptr<Mailbox, Free> mailbox;    // by its address on the host
-  Mailbox* device_mailbox = nullptr;         // its address on the device
-  std::unique_ptr<std::byte*, Free> tables;  // device memory: windows, bases, multicast
+  std::unique_ptr<Mailbox, Free> mailbox;  // by its address on the host
+  Mailbox* device_mailbox = nullptr;       // its address on the device
+  std::shared_ptr<Regions> regions;
   std::unique_ptr<Order> order;
   TimingReader timings;
 
@@ -68,26 +68,16 @@ struct Endpoint::Impl {
     const DeviceGuard guard(options.device);
     load_kernels();
     order = std::make_unique<Order>();
-    const auto ranks = static_cast<std::size_t>(options.ranks);
-    if (options.one_address_space) enable_peer_access(options.windows, options.device);
+    if (options.one_address_space) enable_peer_access(options.window.here, options.device);
     const auto lanes = static_cast<std::size_t>(options.lanes);
     const std::size_t mailbox_bytes = sizeof(Mailbox) + lanes * sizeof(LaneMail);
-    void *pinned = nullptr, *on_device = nullptr;
+    void* pinned = nullptr;
     PYCOMM_CUDA_CHECK(
         cudaHostAlloc(&pinned, mailbox_bytes, cudaHostAllocMapped | cudaHostAllocPortable));
     mailbox.reset(static_cast<Mailbox*>(std::memset(pinned, 0, mailbox_bytes)));
     PYCOMM_CUDA_CHECK(
         cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_mailbox), pinned, 0));
-    std::vector<std::uintptr_t> rows = options.windows;
-    rows.resize(2 * ranks, 0);
-    if (!options.one_address_space) {
-      std::copy(options.windows.begin(), options.windows.end(), rows.begin() + options.ranks);
-    }
-    rows.push_back(options.multicast);
-    const std::size_t bytes = rows.size() * sizeof(std::uintptr_t);
-    PYCOMM_CUDA_CHECK(cudaMalloc(&on_device, bytes));
-    tables.reset(static_cast<std::byte**>(on_device));
-    PYCOMM_CUDA_CHECK(cudaMemcpy(on_device, rows.data(), bytes, cudaMemcpyHostToDevice));
+    regions = std::make_shared<Regions>(options, layout.heap_begin());
   }
 
   ~Impl() {
@@ -97,7 +87,7 @@ struct Endpoint::Impl {
     (void)cudaSetDevice(options.device);
     (void)cudaDeviceSynchronize();
     order.reset();
-    tables.reset();
+    regions.reset();
     mailbox.reset();
     (void)cudaSetDevice(before);
   }
@@ -107,15 +97,9 @@ struct Endpoint::Impl {
     return first[number];
   }
 
-  std::int64_t location(const void* data, std::int64_t bytes) const {
-    if (options.stage_always) return kNotInWindow;
-    const auto address = reinterpret_cast<std::uintptr_t>(data);
-    if (options.one_address_space) return static_cast<std::int64_t>(address);
-    const std::uintptr_t mine = options.windows[static_cast<std::size_t>(options.rank)];
-    const auto offset = static_cast<std::int64_t>(address - mine);
-    const bool inside = address >= mine + static_cast<std::uintptr_t>(layout.heap_begin()) &&
-                        offset + bytes <= options.window_bytes;
-    return inside ? offset : kNotInWindow;
+  // Of a tensor that other ranks may use in place; otherwise null.
+  RegionTable region_of(const void* data, std::int64_t bytes) const {
+    return options.stage_always ? nullptr : regions->table_of(data, bytes);
   }
 
   // Fills this rank's part of a launch.
@@ -125,11 +109,10 @@ struct Endpoint::Impl {
     launch.operation = operation;
     launch.input = static_cast<std::byte*>(const_cast<void*>(input));
     launch.output = static_cast<std::byte*>(output);
-    launch.input_location = location(input, input_bytes(operation, options.ranks, options.rank));
-    launch.output_location = location(output, output_bytes(operation, options.ranks, options.rank));
-    launch.window =
-        reinterpret_cast<std::byte*>(options.windows[static_cast<std::size_t>(options.rank)]);
-    launch.windows = tables.get();
+    launch.input_region = region_of(input, input_bytes(operation, options.ranks, options.rank));
+    launch.output_region = region_of(output, output_bytes(operation, options.ranks, options.rank));
+    launch.window = regions->window();
+    launch.windows = regions->windows();
     launch.mailbox = device_mailbox;
     launch.rank = static_cast<std::int16_t>(options.rank);
     launch.captured = extras.capture.has_value();
@@ -220,14 +203,25 @@ Endpoint::Endpoint(EndpointOptions options) : impl_(std::make_unique<Impl>(std::
 Endpoint::~Endpoint() = default;
 int Endpoint::device() const { return impl_->options.device; }
 
+void Endpoint::extend(Region region) { impl_->regions->add(std::move(region)); }
+
+std::int64_t Endpoint::place_of(std::uintptr_t address, std::int64_t bytes) const {
+  return impl_->regions->place_of(reinterpret_cast<const void*>(address), bytes);
+}
+
+std::uintptr_t Endpoint::address_of(int rank, std::int64_t place) const {
+  const auto r = static_cast<std::size_t>(rank);
+  return reinterpret_cast<std::uintptr_t>(impl_->regions->address_of(r, place, 1));
+}
+
 void Endpoint::check(const Operation& operation, const void* input) const {
   if (stays_in_node(operation.collective)) {
-    PYCOMM_CHECK(impl_->location(input, operation.count) != kNotInWindow,
+    PYCOMM_CHECK(impl_->region_of(input, operation.count) != nullptr,
                  std::string("a ") + name_of(operation.collective) +
                      " on CUDA needs memory of group.empty(), which the other ranks' GPUs can use");
   }
   PYCOMM_CHECK(
-      operation.algorithm != Algorithm::multicast || impl_->options.multicast != 0,
+      operation.algorithm != Algorithm::multicast || impl_->options.window.multicast != 0,
       "algorithm must be auto, one_shot, two_shot, ring or tree in this group, got multicast: "
       "its windows have no multicast address. They have one if the ranks are processes on GPUs "
       "of different numbers behind NVSwitch, with PYCOMM_MULTICAST=1 in their environment before "
@@ -314,9 +308,9 @@ Failure Endpoint::failure() const {
 }
 
 std::shared_ptr<DeviceCopies> Endpoint::message_copies() const {
-  const std::int64_t begin = impl_->layout.heap_begin();
-  return std::make_shared<MessageCopies>(impl_->options,
-                                         Range{begin, impl_->options.window_bytes - begin});
+  const EndpointOptions& options = impl_->options;
+  return std::make_shared<MessageCopies>(options.device, options.rank, impl_->regions,
+                                         Range{impl_->layout.heap_begin(), options.message_bytes});
 }
 
 struct SharedLaunch::Impl {

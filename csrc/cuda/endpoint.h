@@ -18,20 +18,27 @@
 
 namespace pycomm::cuda {
 
+// Memory that all ranks have, in equal sizes: their windows, or what was added to the windows' heaps.
+struct Region {
+  std::int64_t bytes = 0;             // of a rank
+  std::vector<std::uintptr_t> here;   // every rank's, as this device sees it
+  std::vector<std::uintptr_t> there;  // this rank's, as every rank's device sees it; unused if the
+                                      // ranks are threads
+  std::uintptr_t multicast = 0;  // where this device reaches all ranks' at once; 0 if it cannot
+};
+
 struct EndpointOptions {
   int device;
   int rank;
   int ranks;
-  int lanes;                            // blocks per rank
-  std::int64_t staging_bytes;           // per rank
-  std::int64_t window_bytes;            // the whole window, heap included
-  double timeout;                       // seconds
-  std::vector<std::uintptr_t> windows;  // every rank's window, as this device sees it; zeroed
-  bool one_address_space;  // ranks are threads, so every rank can read any tensor of another
-  bool stage_always;       // never zero copy
+  int lanes;                   // blocks per rank
+  std::int64_t staging_bytes;  // per rank
+  double timeout;              // seconds
+  Region window;               // heap included; zeroed
+  bool one_address_space;      // ranks are threads, so every rank can read any tensor of another
+  bool stage_always;           // never zero copy
   std::int64_t lane_bytes = kLaneBytes;  // see lanes_for()
   std::int64_t message_bytes = 0;        // at the beginning of the heap, for pieces of messages
-  std::uintptr_t multicast = 0;  // where this device reaches all windows at once; 0 if it cannot
 };
 
 // How a kernel failed; `reason` is none if none did. If the host has aborted the group, the host
@@ -96,6 +103,13 @@ class Endpoint {
   Endpoint& operator=(const Endpoint&) = delete;
 
   int device() const;
+  // Adds memory to the ranks' heaps. Graphs that have been captured stay valid. No rank may use a tensor
+  // there before all ranks have returned.
+  void extend(Region region);
+  // Where others find memory of this rank, a number that is the same on all; kNotInWindow if they do not
+  // reach it. And the address of a rank's memory here.
+  std::int64_t place_of(std::uintptr_t address, std::int64_t bytes) const;
+  std::uintptr_t address_of(int rank, std::int64_t place) const;
   // Throws std::invalid_argument if the window is too small for the operation, or must hold its input
   // and does not.
   void check(const Operation& operation, const void* input) const;

@@ -13,17 +13,20 @@ struct Multicast;  // core/algorithms/table.h
 
 namespace pycomm::cuda {
 
+// What a rank's device knows of a region (cuda/endpoint.h): a device array of pointers. First every
+// rank's memory, as this device sees it; then this rank's memory, as every rank's device sees it; then
+// where this device reaches all ranks' memory at once, or null.
+using RegionTable = std::byte* const*;
+
 // One rank's part of a launch.
 struct RankLaunch {
   Operation operation;
   std::byte* input;
   std::byte* output;
-  std::int64_t input_location;  // for peers: an offset from its base, or kNotInWindow
-  std::int64_t output_location;
+  RegionTable input_region;  // null if other ranks do not reach the tensor
+  RegionTable output_region;
   std::byte* window;  // this rank's
-  // Device array: every rank's window, mapped on this device; then the base of each rank's locations;
-  // then the multicast address of all windows, or null.
-  std::byte* const* windows;
+  RegionTable windows;
   Mailbox* mailbox;
   std::int16_t rank;
   bool captured;         // the launch is part of a graph

@@ -14,17 +14,19 @@ class MulticastComm : public BlockComm<T, Reducer> {
   using Base = BlockComm<T, Reducer>;
   using Base::Base, Base::rank, Base::size, Base::at;
 
-  // Uses tensors in place if all lie at the same aligned place of their windows: the switch knows no
-  // other.
+  // Uses tensors in place if all lie at the same aligned place of one region: the switch knows no other.
   __device__ void announce() {
     Base::publish();
     Base::await_announcements();
     if (this->zero_copy_) {
       const Announcement& mine = Base::announced(rank());
-      bool apart = (mine.input | mine.output) % sizeof(uint4) != 0;
+      const RegionTable in = this->me_.input_region, out = this->me_.output_region;
+      bool apart = (mine.input | mine.output) % sizeof(uint4) != 0 || all_of(in) == nullptr ||
+                   all_of(out) == nullptr;
       for (int r = threadIdx.x; r < size(); r += blockDim.x) {
         const Announcement& other = Base::announced(r);
-        apart |= other.input != mine.input || other.output != mine.output;
+        apart |= other.input - address(in[r]) != mine.input - address(in[rank()]) ||
+                 other.output - address(out[r]) != mine.output - address(out[rank()]);
       }
       this->zero_copy_ = __syncthreads_or(apart) == 0;
     }
@@ -34,8 +36,11 @@ class MulticastComm : public BlockComm<T, Reducer> {
   template <class To, class From>
   __device__ void reduce_in_switch(To to, From from, std::int64_t n) {
     if (this->failed_) return;
-    auto* const target = everywhere(to(rank()));
-    const auto* const source = everywhere(from(rank()));
+    const RegionTable windows = this->me_.windows;
+    auto* const target =
+        everywhere(to(rank()), this->zero_copy_ ? this->me_.output_region : windows);
+    const auto* const source =
+        everywhere(from(rank()), this->zero_copy_ ? this->me_.input_region : windows);
     const std::int64_t packs = n / kPerPack, stride = blockDim.x;
     fence_aliases();
     std::int64_t i = threadIdx.x;
@@ -65,10 +70,16 @@ class MulticastComm : public BlockComm<T, Reducer> {
     T element[kPerPack];
   };
 
-  // The place of a location in all windows.
-  __device__ uint4* everywhere(Location location) const {
-    std::byte* const all = Base::base(size());
-    return reinterpret_cast<uint4*>(all + (location.data - Base::window(location.rank)));
+  static __device__ std::int64_t address(const std::byte* data) {
+    return reinterpret_cast<std::int64_t>(data);
+  }
+
+  // Where the switch reaches a region of all ranks.
+  __device__ std::byte* all_of(RegionTable region) const { return region[2 * size()]; }
+
+  // The place of a location of this rank, in the region of all ranks.
+  __device__ uint4* everywhere(Location location, RegionTable region) const {
+    return reinterpret_cast<uint4*>(all_of(region) + (location.data - region[rank()]));
   }
 
   __device__ uint4 finished(uint4 sum) const {

@@ -31,6 +31,9 @@ HostRegistration::~HostRegistration() = default;
 Endpoint::Endpoint(EndpointOptions) { unavailable(); }
 Endpoint::~Endpoint() = default;
 int Endpoint::device() const { unavailable(); }
+void Endpoint::extend(Region) { unavailable(); }
+std::int64_t Endpoint::place_of(std::uintptr_t, std::int64_t) const { unavailable(); }
+std::uintptr_t Endpoint::address_of(int, std::int64_t) const { unavailable(); }
 void Endpoint::check(const Operation&, const void*) const { unavailable(); }
 bool Endpoint::fits(const std::vector<Part>&) const { unavailable(); }
 void Endpoint::launch(const Operation&, const void*, void*, std::uintptr_t, const Extras&) {

@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from pycomm._runtime.torch_private import (
     symmetric_tensor,
 )
 from pycomm._runtime.turns import locked
+from pycomm.errors import PycommError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,7 +81,7 @@ class CudaSide:
         self.transport = transport
         self.lanes = lanes
         self.shares_device = transport == "threads" and len(set(devices)) < group.size
-        self._rank, self._size = group.rank, group.size
+        self._size = group.size
         self._core = _C.CudaGroup(group._core, endpoint, shared)
         # What C enqueues operations with; None if Python has to look at each.
         self._short_way = self._core if len(group.nodes) == 1 else None
@@ -202,15 +203,28 @@ class CudaSide:
         if self.path_of(tensor) == "staged" and not torch.cuda.is_current_stream_capturing():
             self._present_heap().take_in(tensor)
 
+    def grow_heap(self, group: Member, wish: int) -> None:
+        """Makes the heap larger if it has no free block of `wish` bytes; a collective call.
+
+        It grows on all ranks or on none, which the log tells. In a capture, it does not grow.
+        """
+        if self._heap is not None:
+            try:
+                self._heap.grow(group, wish, self.devices)
+            except PycommError:  # on all ranks
+                raise
+            except BaseException:
+                group._core.abort()  # so that other ranks do not wait for this one
+                raise
+
     def place_of(self, tensor: torch.Tensor) -> int:
-        """The offset of a tensor in the window's heap; -1 if it lies elsewhere."""
-        if self._heap is None or tensor not in self._heap:
-            return -1
-        return tensor.data_ptr() - self._heap.every[self._rank]
+        """The place of a tensor in the window's heap; -1 if it lies elsewhere."""
+        return -1 if self._heap is None else self._heap.place_of(tensor)
 
     def at(self, rank: int, place: int) -> tuple[int, Any]:
-        """The address of an offset in a rank's heap, and what keeps it mapped."""
-        return self._present_heap().every[rank] + place, self._keep
+        """The address of a place in a rank's heap, and what keeps it mapped."""
+        heap = self._present_heap()
+        return heap.endpoint.address_of(rank, place), heap.parts
 
     def lend(self, tensor: torch.Tensor) -> None:
         """Keeps a tensor in the heap for good."""
@@ -226,28 +240,76 @@ class CudaHeap:
     device, because the program's kernels may still use the memory, on any stream.
 
     Args:
-        memory: all bytes of the heap.
-        every: the address of every rank's heap in this process.
+        memory: the bytes of the heap, in the window.
+        handle: what keeps the other ranks' windows mapped.
         endpoint: this rank's kernels.
         host: the group on the host.
+        process_group: returns torch's process group of the ranks, or raises RuntimeError.
 
     Attributes:
-        memory: all bytes of the heap.
-        every: the address of every rank's heap in this process.
+        parts: the bytes of the heap, in one piece or more, and what keeps those of other ranks
+            mapped. Parts stay until nobody uses the heap: graphs may have their addresses.
         endpoint: this rank's kernels.
         ranges: which bytes are free.
         lent: storages that other ranks may use without an operation.
     """
 
     def __init__(
-        self, memory: torch.Tensor, every: list[int], endpoint: _C.CudaEndpoint, host: _C.Group
+        self,
+        memory: torch.Tensor,
+        handle: Any,
+        endpoint: _C.CudaEndpoint,
+        host: _C.Group,
+        process_group: Callable[[], Any],
     ) -> None:
-        self.memory, self.every, self.endpoint = memory, every, endpoint
+        self.parts: list[tuple[torch.Tensor, Any]] = [(memory, handle)]
+        self.endpoint = endpoint
         self.ranges = _C.DeviceHeap(memory.data_ptr(), memory.numel(), endpoint, host)
         self.lent: list[torch.UntypedStorage] = []
+        self._device, self._process_group = memory.device, process_group
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return 0 <= tensor.data_ptr() - self.memory.data_ptr() < self.memory.numel()
+        return self.place_of(tensor) >= 0
+
+    def place_of(self, tensor: torch.Tensor) -> int:
+        """The place of a tensor, a number that all ranks know it by; -1 if it lies elsewhere."""
+        return self.endpoint.place_of(tensor.data_ptr(), 1)
+
+    def grow(self, group: Member, wish: int, devices: Sequence[int]) -> None:
+        """Adds as much as the largest wish, if a rank has no free block for its own.
+
+        Args:
+            group: this rank's membership.
+            wish: the block that this rank needs.
+            devices: the number of every rank's device.
+        """
+        captures = torch.cuda.is_current_stream_capturing()
+        lacks = -1 if captures else 0 if self.ranges.has_room(wish) else wish
+        every = _gather(group, lacks)
+        if -1 in every or not any(every):
+            return
+        if why := self._extend(group, max(every), devices):
+            fallback(group, "the CUDA window's heap cannot grow: %s", why)
+
+    def _extend(self, group: Member, nbytes: int, devices: Sequence[int]) -> str:
+        """Adds bytes on all ranks, or on none and returns why; a collective call."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        crowd = devices.count(devices[group.rank])
+        if nbytes > (most := min(_gather(group, free // (2 * crowd)))):
+            return f"models need {nbytes} bytes, half of a GPU's free memory has {most}"
+        made, why = _symmetric_memory(group, self._device, devices, self._process_group, nbytes)
+        if made is None:
+            return why
+        region, memory, handle = made
+        self.parts.append((memory, handle))  # also after an error, because kernels may know of it
+        try:
+            self.endpoint.extend(region)
+        except RuntimeError as error:
+            why = f"the device refuses it: {error}"
+        if not _all_agree(group, not why):  # no rank uses it before all ranks reach it
+            return why or ELSEWHERE
+        self.ranges.extend(memory.data_ptr(), nbytes)
+        return ""
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Makes an uninitialised tensor. One made in a capture keeps its memory, for the graph."""
@@ -271,24 +333,64 @@ class CudaHeap:
         address = self.ranges.take(nbytes, may_wait=may_wait)
         if not address:
             raise MemoryError(self.ranges.refusal(nbytes))
-        device = self.memory.device
+        device = self._device
         storage = storage_at(address, device, nbytes)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
 
     def _release_with(self, tensor: torch.Tensor) -> None:
         """Releases a tensor's memory once its storage is gone; in a capture, never."""
         ranges = None if torch.cuda.is_current_stream_capturing() else self.ranges
-        kept = self.memory, ranges, tensor.untyped_storage().data_ptr()  # also if it is empty
+        kept = self.parts, ranges, tensor.untyped_storage().data_ptr()  # also if it is empty
         weakref.finalize(tensor.untyped_storage(), _release, *kept).atexit = False
 
 
 def _release(
-    memory: torch.Tensor,  # noqa: ARG001 - it lives as long as its last block
+    parts: list[Any],  # noqa: ARG001 - they live as long as the last block
     ranges: _C.DeviceHeap | None,
     address: int,
 ) -> None:
     if ranges is not None:
         ranges.release(address)
+
+
+class HeapWishes:
+    """What one model will need in the heaps of groups' windows, until it takes it or is gone.
+
+    Args:
+        device: the model's device.
+    """
+
+    _every: ClassVar[weakref.WeakSet[HeapWishes]] = weakref.WeakSet()
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._wishes: dict[Any, int] = {}  # bytes, by group
+        self._every.add(self)
+
+    def add(self, group: Member, nbytes: int) -> None:
+        """Wishes for more memory in a group's window."""
+        self._wishes[group] = self.of(group) + nbytes
+
+    def of(self, group: Member) -> int:
+        """The wish for a group's window."""
+        return self._wishes.get(group, 0)
+
+    @classmethod
+    def total(cls, group: Member) -> int:
+        """What all models of this rank will still need in a group's window."""
+        return sum(wishes.of(group) for wishes in cls._every)
+
+    def fulfil(self, needed: bool = True) -> None:
+        """Makes room, before the model takes its memory; a collective call of the groups' ranks.
+
+        Args:
+            needed: False on a rank that turns out not to need any.
+        """
+        for group, nbytes in self._wishes.items():
+            if len(group.nodes) == 1:
+                wish = self.total(group) - (0 if needed else nbytes)
+                group._cuda_side(self._device).grow_heap(group, wish)
+        self._wishes.clear()
 
 
 class NonfiniteFlag:
@@ -610,13 +712,19 @@ def _all_agree(group: Member, flag: bool) -> bool:
 
 def _gather(group: Member, number: int) -> list[int]:
     """Every rank's number."""
-    mine = host.tensor([number])
-    every = host.empty(group.size, dtype=torch.int64)
+    return [row[0] for row in _gather_rows(group, [number])]
+
+
+def _gather_rows(group: Member, row: list[int]) -> list[list[int]]:
+    """Every rank's numbers; all have as many."""
+    mine = host.tensor(row)
+    every = host.empty(group.size, len(row), dtype=torch.int64)
     _run(group, "all_gather", mine, every)
-    return [int(n) for n in every]
+    rows: list[list[int]] = every.tolist()
+    return rows
 
 
-def _denied(device: torch.device, devices: list[int]) -> str:
+def _denied(device: torch.device, devices: Sequence[int]) -> str:
     """Names a GPU whose memory a device cannot use, or returns an empty string.
 
     GPUs that this process cannot see are not checked: mapping their windows shows if it works.
@@ -637,7 +745,6 @@ def join_processes(
     process_group: Callable[[], Any],
     max_blocks: int,
     heap_bytes: int,
-    wish: int = 0,
 ) -> CudaSide:
     """Makes the CUDA side of a group of processes; a collective call.
 
@@ -646,9 +753,8 @@ def join_processes(
         device: this rank's device.
         process_group: returns torch's process group of these ranks, or raises RuntimeError.
         max_blocks: the largest number of blocks of an operation.
-        heap_bytes: the heap's size, the same on all ranks.
-        wish: the size that this rank's models need. The heap is as large as the largest wish, if it
-            then takes at most half of every device's free memory.
+        heap_bytes: the heap's size, the same on all ranks. It is as large as the largest wish of a
+            rank, if that is more and at most half of every device's free memory.
     """
     if group.size == 1:
         return LocalDevices([group], max_blocks).side(0, device)
@@ -657,24 +763,26 @@ def join_processes(
     lanes = min(_gather(group, _lanes(max_blocks, device, crowd)))
     usual = _staging_bytes(lanes, group)
     staging = max(usual, _crowded_staging_bytes(group, device, devices))
-    if (wished := max(_gather(group, wish))) > heap_bytes:
+    if (wished := max(_gather(group, HeapWishes.total(group)))) > heap_bytes:
         free, _ = torch.cuda.mem_get_info(device)
         heap_bytes = max(heap_bytes, min(wished, *_gather(group, free // (2 * crowd))))
     window_bytes = _C.cuda_window_bytes(group.size, lanes, staging, MESSAGE_BYTES + heap_bytes)
     keep: Any
-    symmetric, why = _symmetric_windows(group, device, devices, process_group, window_bytes)
+    symmetric, why = _symmetric_memory(
+        group, device, devices, process_group, window_bytes, zeroed=True
+    )
     if symmetric is not None:
         transport = "peer memory"
-        windows, memory, handle = symmetric
+        window, memory, handle = symmetric
         keep = (memory, handle)
-        multicast = handle.multicast_ptr if _all_agree(group, handle.multicast_ptr != 0) else 0
         if crowd > 1:
             fallback(group, "%d processes share %s: their kernels take turns", crowd, device)
     else:
-        transport, multicast = "pinned host memory", 0
+        transport = "pinned host memory"
         staging = usual
         window_bytes = _C.cuda_window_bytes(group.size, lanes, staging, MESSAGE_BYTES)
         windows, keep = _pinned_windows(group, device, window_bytes)
+        window = _C.CudaRegion(window_bytes, windows, _seen_by_all(group, windows))
         fallback(group, "CUDA tensors go through host memory, which is slow: %s", why)
     endpoint = _C.CudaEndpoint(
         device.index,
@@ -682,51 +790,53 @@ def join_processes(
         group.size,
         lanes,
         staging,
-        window_bytes,
         group.timeout,
-        windows,
+        window,
         one_address_space=False,
         stage_always=False,
         message_bytes=MESSAGE_BYTES,
-        multicast=multicast,
     )
     heap = None
     if symmetric is not None:
         begin = _C.cuda_heap_begin(group.size, lanes, staging) + MESSAGE_BYTES
-        every = [window + begin for window in windows]
-        heap = CudaHeap(memory[begin:], every, endpoint, group._core)
+        heap = CudaHeap(memory[begin:], handle, endpoint, group._core, process_group)
     endpoint.serve_messages(group._core)
     _barrier(group)  # every window is zero, and every rank takes messages from devices
     return CudaSide(group, device, devices, transport, endpoint, None, lanes, heap, keep)
 
 
-def _symmetric_windows(
+ELSEWHERE = "another rank's GPU cannot use all windows, see its log"
+
+
+def _symmetric_memory(
     group: Member,
     device: torch.device,
-    devices: list[int],
+    devices: Sequence[int],
     process_group: Callable[[], Any],
     nbytes: int,
-) -> tuple[tuple[list[int], torch.Tensor, Any] | None, str]:
-    """The address of every rank's window in this process, this rank's memory, and its handle.
+    *,
+    zeroed: bool = False,
+) -> tuple[tuple[_C.CudaRegion, torch.Tensor, Any] | None, str]:
+    """New memory of all ranks that their kernels reach, this rank's own, and its handle.
 
     All ranks get this result, or all get None and the reason; a collective call.
     """
-    elsewhere = "another rank's GPU cannot use all windows, see its log"
     why = _denied(device, devices)
     if not _all_agree(group, not why):
-        return None, why or elsewhere
+        return None, why or ELSEWHERE
     memory = handle = None
     asked = _gather(group, device.index if os.environ.get(MULTICAST) == "1" else -1)
     multicast = -1 not in asked and len(set(asked)) == group.size
     with environment(dict.fromkeys(SYMMETRIC_MEMORY, "0") if multicast else SYMMETRIC_MEMORY):
         try:
             memory = symmetric_tensor(nbytes, device)
-            memory.zero_()
-            torch.cuda.synchronize(device)
+            if zeroed:
+                memory.zero_()
+                torch.cuda.synchronize(device)
         except RuntimeError as error:
             why = f"torch's symmetric memory failed: {error}"
         if not _all_agree(group, memory is not None and not why):
-            return None, why or elsewhere
+            return None, why or ELSEWHERE
         assert memory is not None
         try:
             handle = symmetric_handle(memory, process_group())
@@ -738,8 +848,16 @@ def _symmetric_windows(
         if windows[group.rank] != memory.data_ptr():
             why = "torch's symmetric memory is not where its handle says"
     if not _all_agree(group, not why):
-        return None, why or elsewhere
-    return (windows, memory, handle), ""
+        return None, why or ELSEWHERE
+    assert handle is not None
+    everywhere = handle.multicast_ptr if _all_agree(group, handle.multicast_ptr != 0) else 0
+    region = _C.CudaRegion(nbytes, windows, _seen_by_all(group, windows), everywhere)
+    return (region, memory, handle), ""
+
+
+def _seen_by_all(group: Member, here: list[int]) -> list[int]:
+    """The address of this rank's memory in every rank's process, from those of all ranks' here."""
+    return [addresses[group.rank] for addresses in _gather_rows(group, here)]
 
 
 def _pinned_windows(
@@ -829,9 +947,8 @@ class LocalDevices:
                 size,
                 lanes,
                 staging,
-                window_bytes,
                 groups[rank].timeout,
-                windows,
+                _C.CudaRegion(window_bytes, windows, []),
                 one_address_space=True,
                 stage_always=stage_always,
                 message_bytes=0,  # nothing is out of the other ranks' reach

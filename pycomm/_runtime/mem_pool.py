@@ -34,7 +34,7 @@ def _torch_pool(heap: CudaHeap | None, device: torch.device) -> torch.cuda.MemPo
         allocator = torch.cuda.memory.CUDAPluggableAllocator(
             _C.__file__, f"pycomm_mem_pool_malloc_{number}", "pycomm_mem_pool_free"
         )
-        _in_use[number] = allocator, heap.memory, heap.lent
+        _in_use[number] = allocator, heap.parts, heap.lent
         return torch.cuda.MemPool(allocator.allocator())  # type: ignore[no-untyped-call]
 
 
@@ -55,7 +55,7 @@ def _cupy_pool(heap: CudaHeap | None, device: torch.device) -> Any:
         raise ValueError('library must have been imported, got "cupy": import cupy first')
     if heap is None:
         return cupy.cuda.MemoryPool()
-    ranges, memory = heap.ranges, heap.memory
+    ranges, parts = heap.ranges, heap.parts
 
     def malloc(nbytes: int, index: int) -> int:
         if index != device.index:
@@ -70,7 +70,7 @@ def _cupy_pool(heap: CudaHeap | None, device: torch.device) -> Any:
         return address
 
     def free(address: int, _: int) -> None:
-        assert memory.numel()  # it lives as long as CuPy has blocks
+        assert parts  # they live as long as CuPy has blocks
         ranges.release(address)
 
     pool = cupy.cuda.MemoryPool(cupy.cuda.PythonFunctionAllocator(malloc, free).malloc)

@@ -75,7 +75,7 @@ class LossScale:
 
 
 # Attributes of this process or of a running exchange; copies and pickles leave them out.
-_NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed")
+_NOT_COPIED = ("_group", "_planner", "_flying", "_now", "_stream", "_placed", "_wishes")
 
 LOCAL_SGD, UNKNOWN = "local SGD", "unknown"  # kinds of saved states; earlier versions saved no kind
 
@@ -274,13 +274,14 @@ class CommState(HookState):
         lasts = buffer.dtype == parameters[0].dtype
         if rebuilt and lasts and self.compression is None:
             ids = set(map(id, parameters))
+            if buffer.is_cuda and not self._planner.made:  # the first bucket, on all ranks alike
+                from pycomm._training.heap import make_room
+
+                wishes, self._wishes = self._wishes, None
+                make_room(wishes, self.group, buffer, self._parameters.tensors or parameters)
             self._planner.forget(ids)  # old buckets, whose memory the new ones need
             if not self._now.parameters.isdisjoint(ids):  # start() begins a step
                 self._now.flights.clear()
-            if buffer.is_cuda:
-                from pycomm._training.heap import wish_for_buckets
-
-                wish_for_buckets(self.group, self._parameters.tensors or parameters)
             move_into_window(buffer, self.group)
         self._planner.follow_formats(parameters, rebuilt)
 

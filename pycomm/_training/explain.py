@@ -18,8 +18,8 @@ _PATHS = {
 }
 _SLOW = ("staged", "pinned host memory")
 _NO_ROOM = (
-    "staged on CUDA: the window's heap has no room. Make the wrapper, or register the state, "
-    "before the group's first operation on CUDA, or give init(cuda_heap_bytes=...)"
+    "staged on CUDA: the window's heap has no room, and the log tells why it has not grown. Leave "
+    "more memory of the device free, or give init(cuda_heap_bytes=...)"
 )
 
 

@@ -28,6 +28,7 @@ class HookState(ABC):
     algorithm = "auto"  # of exchanges; also the default of states that older versions have pickled
     averages_parameters = False
     agreements = 0
+    _wishes: Any = None  # for buckets in the CUDA window, until the first one comes
 
     def register(self, model: DistributedDataParallel) -> None:
         """Registers this state with a model, together with the matching hook.
@@ -51,7 +52,7 @@ class HookState(ABC):
         if on_cuda and self.exchanges_in_place(on_cuda):
             from pycomm._training.heap import wish_for_ddp
 
-            wish_for_ddp(self.group, model, on_cuda)
+            self._wishes = wish_for_ddp(self._wishes, self.group, model, on_cuda)
 
     @property
     @abstractmethod

@@ -28,7 +28,6 @@ from pycomm._training.comm_state import CommState
 from pycomm._training.exchange import BucketNames, dense_wire_bytes
 from pycomm._training.flat import Memory, home_of
 from pycomm._training.grad_shards import GradShardBuffers, slots_bytes
-from pycomm._training.heap import ROUNDING, gradient_bytes
 from pycomm._training.parameters import common_parameters, part_of
 from pycomm._training.shard_exchange import BucketReduceScatter
 from pycomm._training.shards import Shards, plan_arena
@@ -37,6 +36,7 @@ from pycomm.compression import Compression, check_lossy_once
 from pycomm.group import Group
 
 if TYPE_CHECKING:
+    from pycomm._runtime.cuda import HeapWishes
     from pycomm._training.buckets import WeightedMean
     from pycomm._training.hook_state import HookState
 
@@ -182,26 +182,33 @@ def _check_device(parameters: Sequence[torch.Tensor], group: Group) -> None:
         )
 
 
-def wish_for_shards(
+def wishes_of_shards(
     group: Group,
     parameters: Sequence[torch.Tensor],
     state: HookState,
     sharding: Sharding,
     bucket_bytes: float,
-) -> None:
+) -> HeapWishes | None:
     """Wishes for room in CUDA windows, for the shards and what of the gradients lies there."""
-    if state.averages_parameters:
-        return
+    devices = [parameter.device for parameter in parameters if parameter.is_cuda]
+    if state.averages_parameters or not devices:
+        return None
+    from pycomm._runtime.cuda import HeapWishes
+    from pycomm._training.heap import ROUNDING, gradient_bytes
+
+    wishes = HeapWishes(devices[0])
     divides = group if sharding.group is None else sharding.group
     parameters = list(reversed(parameters))  # as the wrapper cuts them into buckets
     limit = bucket_limit(parameters, bucket_bytes)
     in_place = state.exchanges_in_place(parameters)
     averages = sharding.stage == "optimizer" and divides is group and in_place
-    divides._heap_wish += plan_arena(parameters, divides.size, limit, averages).nbytes + ROUNDING
+    arena = plan_arena(parameters, divides.size, limit, averages)
+    wishes.add(divides, arena.nbytes + ROUNDING)
     if sharding.stage == "gradients":
-        divides._heap_wish += slots_bytes(int(limit), divides.size) + ROUNDING
+        wishes.add(divides, slots_bytes(int(limit), divides.size) + ROUNDING)
     elif not averages and in_place:
-        group._heap_wish += gradient_bytes(parameters)
+        wishes.add(group, gradient_bytes(parameters))
+    return wishes
 
 
 # The strategies.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from typing import Any
+from unittest import mock
 
 import ddp
 import golden
@@ -70,7 +71,11 @@ def step(group: pycomm.Group, model: Any, number: int) -> None:
 
 
 def train(
-    group: pycomm.Group, layout: dict[str, Any], by_hand: bool = False, connects: str = ""
+    group: pycomm.Group,
+    layout: dict[str, Any],
+    by_hand: bool = False,
+    connects: str = "",
+    grows: bool = True,
 ) -> tuple[list[set[str]], list[bool], list[str]]:
     """The paths of the buckets in each step, if something was staged, and what the log says.
 
@@ -79,7 +84,10 @@ def train(
         layout: options of DistributedDataParallel.
         by_hand: the state is not registered, but made with the parameters.
         connects: "before" or "after" the state is made, there is an operation on CUDA.
+        grows: False if a device has no free memory.
     """
+    if not grows:
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(0, 80 << 30)).start()
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -103,11 +111,13 @@ def train(
     gc.collect()
     torch.cuda.synchronize()
     assert free_bytes(group) == heap_bytes(group)
-    return paths, staged, [m for m in messages if "buckets" in m]
+    return paths, staged, [m for m in messages if "buckets" in m or "grow" in m]
 
 
-@pytest.mark.parametrize("layout", [{}, VIEWS], ids=["apart", "views"])
-@pytest.mark.parametrize(("by_hand", "connects"), [(False, "after"), (True, "")])
+@pytest.mark.parametrize(
+    ("layout", "by_hand", "connects"),
+    [({}, False, "after"), (VIEWS, False, "before"), ({}, True, "before"), (VIEWS, True, "")],
+)
 def test_buckets_need_no_option(layout: dict[str, Any], by_hand: bool, connects: str) -> None:
     for paths, staged, messages in run(train, layout, by_hand, connects):
         assert paths == [{"in place"}] * STEPS
@@ -116,18 +126,20 @@ def test_buckets_need_no_option(layout: dict[str, Any], by_hand: bool, connects:
 
 
 def test_buckets_stay_where_there_is_no_heap() -> None:
-    for paths, staged, messages in run(train, VIEWS, False, "before"):
+    for paths, staged, messages in run(train, VIEWS, False, "before", False):
         assert paths == [{"staged"}] * STEPS
         assert staged == [True] * STEPS
-        assert [NO_ROOM in message for message in messages] == [True, False]
-        assert "see model.explain()" in messages[1]
+        assert "heap cannot grow: models need" in messages[0]
+        assert [NO_ROOM in message for message in messages] == [False, True, False]
+        assert "see model.explain()" in messages[2]
 
 
 def test_a_small_heap_takes_what_fits() -> None:
-    for paths, staged, messages in run(train, {}, False, "before", cuda_heap_bytes=NBYTES // 2):
+    options = {"cuda_heap_bytes": NBYTES // 2}
+    for paths, staged, messages in run(train, {}, False, "before", False, **options):
         assert paths[-1] == {"in place", "staged"}
         assert staged == [True] * STEPS
-        assert len(messages) == 2
+        assert len(messages) == 3
 
 
 def compress(group: pycomm.Group) -> tuple[set[str], int]:

@@ -72,6 +72,9 @@ def wrap_ddp(group: pycomm.Group) -> set[str]:
     model(full(group.rank + 1.0, 1024).view(1, 1024)).sum().backward()
     assert net.weight.grad is not None
     assert net.weight.grad.eq(1.5).all()
+    side = group._cuda
+    assert side is not None
+    assert len(side.heap.parts) == 1  # it needs no more
     return {bucket.path for bucket in state.explain().buckets}
 
 

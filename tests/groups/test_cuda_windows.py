@@ -18,6 +18,8 @@ from pycomm._runtime import cuda
 from pycomm._runtime.cuda import LocalDevices, join_processes
 
 BYTES = 1 << 20
+FREE = 8 * BYTES
+WISHES = BYTES, BYTES + 1000
 SETTINGS = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
 PINNED = "pinned host memory"
 
@@ -33,6 +35,11 @@ class Machine:
     wrong_place: int = -1
     asks: tuple[int, ...] = ()  # ranks on GPUs of different numbers that ask for multicast
     no_multicast: int = -1
+    # What growing meets.
+    captures: int = -1
+    no_extension: int = -1
+    full: int = -1  # the rank whose device has no free memory
+    room: int = -1  # the rank whose heap needs none
 
 
 class Fakes:
@@ -44,6 +51,7 @@ class Fakes:
         self.settings = []
         self.unpinned = 0
         self.multicast = None
+        self.regions = []
 
     def symmetric_tensor(self, nbytes, _device):
         self.settings.append([os.environ.get(name) for name in SETTINGS])
@@ -64,9 +72,21 @@ class Fakes:
         gpu = index if self.machine.asks else (self.rank + index) % 2
         return SimpleNamespace(uuid=str(gpu + 1) * 32, multi_processor_count=100)
 
-    def endpoint(self, *_, multicast=0, **__):
-        self.multicast = multicast
-        return SimpleNamespace(serve_messages=lambda _: None)
+    def endpoint(self, *_, **__):
+        window = self.regions[-1]
+        self.multicast = window.multicast
+        return SimpleNamespace(serve_messages=lambda _: None, extend=self.extend)
+
+    def region(self, nbytes, here, there, multicast=0):
+        self.regions.append(
+            SimpleNamespace(nbytes=nbytes, here=here, there=there, multicast=multicast)
+        )
+        return self.regions[-1]
+
+    def extend(self, region):
+        assert region is self.regions[-1]
+        if self.rank == self.machine.no_extension:
+            raise RuntimeError("no table")
 
     def registration(self, _device, core, rank, offset, nbytes):
         fakes = self
@@ -86,6 +106,7 @@ class Fakes:
             cuda_least_staging_bytes=lambda *_: 0,
             cuda_window_bytes=lambda *_: BYTES,
             cuda_heap_begin=lambda *_: BYTES // 2,
+            CudaRegion=self.region,
             CudaEndpoint=self.endpoint,
             CudaSharedLaunch=lambda *_: SimpleNamespace(),
             CudaGroup=lambda *_: SimpleNamespace(close=lambda: None, check=lambda: None),
@@ -106,6 +127,8 @@ class Fakes:
             device_count=lambda: self.machine.visible,
             can_device_access_peer=lambda *_: self.machine.access,
             synchronize=lambda *_: None,
+            is_current_stream_capturing=lambda: self.rank == self.machine.captures,
+            mem_get_info=lambda _: (0 if self.rank == self.machine.full else FREE, 2 * FREE),
         )
         with windows, kernels, devices:
             yield
@@ -180,6 +203,52 @@ def test_all_ranks_fall_back_if_one_fails(fault, rank):
         assert (causes[fault] if r == rank else "another rank's GPU") in text
         assert left == [None, None]
         assert unpinned == 2
+
+
+def grow(group, machines):
+    """What became of one rank's heap on each machine, where it lies, and what was logged."""
+    logger, seen = logging.getLogger("pycomm"), []
+    for machine in machines:
+        fakes, warnings = Fakes(Machine(), group.rank), Warnings()
+        group._told.clear()
+        logger.addHandler(warnings)
+        with fakes.installed():
+            side = join_processes(group, torch.device("cuda", 0), lambda: None, 32, BYTES // 2)
+            heap, fakes.machine = side.heap, machine
+            side.grow_heap(group, 0 if group.rank == machine.room else WISHES[group.rank])
+            grown = heap.ranges.has_room(max(WISHES)), heap.ranges.has_room(max(WISHES) + 1)
+            side.grow_heap(group, 100)  # there is room
+            last = fakes.regions[-1]
+            seen.append((grown, len(fakes.regions), last.here, last.there, warnings.texts))
+            side.close()
+        logger.removeHandler(warnings)
+    return seen
+
+
+def test_heaps_grow_on_all_ranks_or_on_none():
+    faults = {
+        "no_memory": "no memory",
+        "no_rendezvous": "no rendezvous",
+        "no_extension": "no table",
+        "full": "half of a GPU's free memory has 0",
+        "captures": "",
+    }
+    given = [(fault, rank) for fault in faults for rank in range(2)]
+    machines = [Machine(), Machine(room=0)]
+    machines += [Machine(**{fault: rank}) for fault, rank in given]
+    every = helpers.run_group(2, grow, machines, staging_bytes=4 << 20)
+    for seen in every:
+        for i, (grown, regions, _, there, texts) in enumerate(seen[:2]):
+            assert grown == (True, False)
+            assert regions == 2
+            assert there == [each[i][2][0] for each in every]
+            assert texts == []
+    for rank, seen in enumerate(every):
+        for (fault, faulty), (grown, *_, texts) in zip(given, seen[2:], strict=True):
+            assert grown == (False, False)
+            why = faults[fault] if fault == "full" or rank == faulty else "another rank's GPU"
+            assert len(texts) == (fault != "captures")
+            assert all("heap cannot grow" in text and why in text for text in texts)
 
 
 def leave_first(group):

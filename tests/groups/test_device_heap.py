@@ -84,6 +84,30 @@ def test_sizes_that_no_heap_has():
         heap.release(BEGIN + UNIT)
 
 
+def test_what_is_added_is_used_when_the_rest_is_full():
+    heap = make(2)
+    assert heap.has_room(2 * UNIT)
+    assert not heap.has_room(2 * UNIT + 1)
+    heap.extend(BEGIN + 2 * UNIT, 3 * UNIT)  # a neighbour, but no block lies in both
+    assert heap.has_room(3 * UNIT)
+    assert not heap.has_room(4 * UNIT)
+    first = heap.take(UNIT, may_wait=False)
+    blocks = [heap.take(2 * UNIT, may_wait=False), heap.take(UNIT, may_wait=False)]
+    assert [first, *blocks] == [BEGIN, BEGIN + 2 * UNIT, BEGIN + UNIT]
+    for block in (first, *blocks):
+        heap.release(block)
+    assert not heap.take(4 * UNIT, may_wait=True)
+    assert f"of {5 * UNIT} bytes {5 * UNIT} are free, the largest block has {3 * UNIT}" in (
+        heap.refusal(1)
+    )
+    blocks = [heap.take(n * UNIT, may_wait=False) for n in (3, 2)]
+    assert blocks == [BEGIN + 2 * UNIT, BEGIN]
+    heap.release(blocks[0])
+    assert heap.has_room(3 * UNIT)  # what was released counts
+    heap.close()
+    assert not heap.has_room(1)
+
+
 def test_what_is_released_is_free_after_a_wait():
     heap = make(2)
     first, second = heap.take(1, may_wait=False), heap.take(1, may_wait=False)

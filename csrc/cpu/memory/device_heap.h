@@ -3,7 +3,9 @@
 // other libraries may call it while they hold their locks.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -34,8 +36,15 @@ class DeviceHeap {
   static constexpr std::int64_t kUnit = 256;
 
   // `begin` is not 0.
-  DeviceHeap(std::uintptr_t begin, std::int64_t bytes, Wait wait)
-      : begin_(begin), bytes_(bytes), wait_(std::move(wait)), free_({0, bytes}, kUnit) {}
+  DeviceHeap(std::uintptr_t begin, std::int64_t bytes, Wait wait) : wait_(std::move(wait)) {
+    extend(begin, bytes);
+  }
+
+  // Adds memory. Blocks never reach from one part of the heap into another, even if these are neighbours.
+  void extend(std::uintptr_t begin, std::int64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    parts_.push_back({begin, bytes, FreeRanges({0, bytes}, kUnit)});
+  }
 
   // Takes the first free range that is large enough, and returns its address. If there is none, and
   // `may_wait`, first frees what was released, for which it waits for the device. Returns 0 if
@@ -45,8 +54,12 @@ class DeviceHeap {
       const std::lock_guard lock(mutex_);
       if (const std::uintptr_t found = take_free(bytes); found != 0 || !may_wait) return found;
     }
-    const std::lock_guard one_at_a_time(reclaiming_);
-    return reclaim_and_take(bytes);
+    return look_twice([&] { return take_free(bytes); });
+  }
+
+  // True if take() would find room. Waits for the device as take() does.
+  bool has_room(std::int64_t bytes) {
+    return look_twice([&] { return !closed_ && largest() >= bytes; });
   }
 
   // Releases what take() has returned. The device may still be using it. In a forked child, the
@@ -73,38 +86,69 @@ class DeviceHeap {
   }
 
   bool contains(std::uintptr_t address) const {
-    return address - begin_ < static_cast<std::uintptr_t>(bytes_);
+    const std::lock_guard lock(mutex_);
+    return std::any_of(parts_.begin(), parts_.end(), [&](const Part& part) {
+      return address - part.begin < static_cast<std::uintptr_t>(part.bytes);
+    });
   }
 
   // Why there is no room.
   std::string refusal(std::int64_t bytes) const {
     const std::lock_guard lock(mutex_);
     if (closed_) return "the group is closed: the heap of its CUDA window makes no more tensors";
+    std::int64_t whole = 0, free = 0;
+    for (const Part& part : parts_) {
+      whole += part.bytes;
+      free += part.free.total();
+    }
     return "the CUDA window's heap has no room for " + std::to_string(bytes) + " bytes: of " +
-           std::to_string(bytes_) + " bytes " + std::to_string(free_.total()) +
-           " are free, the largest block has " + std::to_string(free_.largest()) +
+           std::to_string(whole) + " bytes " + std::to_string(free) +
+           " are free, the largest block has " + std::to_string(largest()) +
            ": make the group with a larger cuda_heap_bytes";
   }
 
  private:
+  struct Part {
+    std::uintptr_t begin;
+    std::int64_t bytes;
+    FreeRanges free;  // offsets
+  };
+  struct Block {
+    Part* part;
+    Range range;
+  };
+
   // With mutex_.
   std::uintptr_t take_free(std::int64_t bytes) {
-    const auto found = closed_ ? std::nullopt : free_.take(bytes);
-    if (!found) return 0;
-    const std::uintptr_t address = begin_ + static_cast<std::uintptr_t>(found->begin);
-    used_[address] = *found;
-    return address;
+    for (Part& part : parts_) {
+      const auto found = closed_ ? std::nullopt : part.free.take(bytes);
+      if (!found) continue;
+      const std::uintptr_t address = part.begin + static_cast<std::uintptr_t>(found->begin);
+      used_[address] = {&part, *found};
+      return address;
+    }
+    return 0;
   }
 
-  // Frees what was released before this call, unless an operation has failed. What other threads
-  // release meanwhile may belong to later work of the device. What they take meanwhile is not what
-  // this call frees: nobody comes between that and its own look.
-  std::uintptr_t reclaim_and_take(std::int64_t bytes) {
-    std::vector<Range> before;
+  // With mutex_.
+  std::int64_t largest() const {
+    std::int64_t bytes = 0;
+    for (const Part& part : parts_) bytes = std::max(bytes, part.free.largest());
+    return bytes;
+  }
+
+  // Looks for something, and unless it is there, frees what was released before this call and looks
+  // again; frees nothing if an operation has failed. What other threads release meanwhile may belong to
+  // later work of the device. What they take meanwhile is not what this call frees: nobody comes
+  // between that and its own look. look() is called with mutex_.
+  template <class Look>
+  auto look_twice(const Look& look) -> decltype(look()) {
+    const std::lock_guard one_at_a_time(reclaiming_);
+    std::vector<Block> before;
     {
       const std::lock_guard lock(mutex_);
-      const std::uintptr_t found = take_free(bytes);  // another thread may have freed some
-      if (found != 0 || closed_ || released_.empty()) return found;
+      const auto found = look();  // another thread may have freed some
+      if (found || closed_ || released_.empty()) return found;
       before.swap(released_);
     }
     bool unused = false;
@@ -116,28 +160,26 @@ class DeviceHeap {
     }
     if (!unused) {
       put_back(before);
-      return 0;
+      return {};
     }
     const std::lock_guard lock(mutex_);
-    for (const Range& range : before) free_.give(range);
-    return take_free(bytes);
+    for (const Block& block : before) block.part->free.give(block.range);
+    return look();
   }
 
-  void put_back(const std::vector<Range>& ranges) {
+  void put_back(const std::vector<Block>& blocks) {
     const std::lock_guard lock(mutex_);
-    released_.insert(released_.end(), ranges.begin(), ranges.end());
+    released_.insert(released_.end(), blocks.begin(), blocks.end());
   }
 
-  const std::uintptr_t begin_;
-  const std::int64_t bytes_;
   const Wait wait_;
   const unsigned forks_ = current_forks();
   std::mutex reclaiming_;  // by the one thread that waits for the device; before mutex_
   mutable std::mutex mutex_;
   bool closed_ = false;  // changes with both
-  FreeRanges free_;      // offsets
-  std::map<std::uintptr_t, Range> used_;
-  std::vector<Range> released_;
+  std::deque<Part> parts_;
+  std::map<std::uintptr_t, Block> used_;
+  std::vector<Block> released_;
 };
 
 }  // namespace pycomm::cpu

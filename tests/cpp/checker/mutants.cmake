@@ -212,25 +212,25 @@ add_heap_mutant(heap_looks_before_it_waits cpu/memory/device_heap.h "device.sync
 add_heap_mutant(heap_forgets_failures cpu/memory/device_heap.h "device.failure().reason == Reason::none && " "")
 add_heap_mutant(heap_frees_after_a_failure cpu/memory/device_heap.h "if (!unused) {
       put_back(before);
-      return 0;
+      return {};
     }" "")
 add_heap_mutant(heap_frees_what_is_released_meanwhile cpu/memory/device_heap.h
-  "for (const Range& range : before) free_.give(range);"
+  "for (const Block& block : before) block.part->free.give(block.range);"
   "before.insert(before.end(), released_.begin(), released_.end());
     released_.clear();
-    for (const Range& range : before) free_.give(range);")
+    for (const Block& block : before) block.part->free.give(block.range);")
 add_heap_mutant(heap_lets_others_take_what_it_frees cpu/memory/device_heap.h
-  "for (const Range& range : before) free_.give(range);
-    return take_free(bytes);" "for (const Range& range : before) free_.give(range);
+  "for (const Block& block : before) block.part->free.give(block.range);
+    return look();" "for (const Block& block : before) block.part->free.give(block.range);
     mutex_.unlock();
     mutex_.lock();
-    return take_free(bytes);")
+    return look();")
 add_heap_mutant(heap_has_two_reclaimers cpu/memory/device_heap.h
   "const std::lock_guard one_at_a_time(reclaiming_);" "")
 add_heap_mutant(heap_closes_beside_a_wait cpu/memory/device_heap.h "std::scoped_lock lock(reclaiming_, mutex_)"
   "std::lock_guard lock(mutex_)")
-add_heap_mutant(heap_hands_out_when_closed cpu/memory/device_heap.h "closed_ ? std::nullopt : free_.take(bytes)"
-  "free_.take(bytes)")
+add_heap_mutant(heap_hands_out_when_closed cpu/memory/device_heap.h "closed_ ? std::nullopt : part.free.take(bytes)"
+  "part.free.take(bytes)")
 add_heap_mutant(operation_ends_while_its_tensor_is_read core/algorithms/two_shot.h "comm.wait_all(kReduced, 1);" "")
 add_heap_mutant(operation_ends_before_others_have_passed core/algorithms/two_shot.h "comm.wait_all(kReduced, t);"
   "comm.wait_all(kReduced, t - 1);")

@@ -31,8 +31,10 @@ class Processes {
     expect(got, want, ", case " + std::to_string(seed));
   }
 
+  void extend() { device_.extend(); }
+
   Bytes staging_of(int r) const {
-    std::byte* const end = device_.heap(r);
+    std::byte* const end = device_.first_heap(r);
     return {end - DeviceWorld::staging_bytes(hosts_.size()), end};
   }
 
@@ -47,25 +49,30 @@ class Processes {
   }
 
   // Captures all of them in one graph per rank, and runs it again and again. No rank waits for another
-  // one in between.
-  void replay(const std::vector<Operation>& operations, int times) {
+  // one in between. `meanwhile` runs between capture and replays.
+  void replay(
+      const std::vector<Operation>& operations, int times, Room room = Room::outside,
+      const std::function<void()>& meanwhile = [] {}) {
     std::vector<Tensors> want;
     std::vector<OnDevice> got;
     for (const Operation& operation : operations) {
       want.emplace_back(operation, hosts_.size(), ++seed_);
       want.back().in_place = operation.collective == Collective::all_reduce;
-      got.emplace_back(operation, want.back(), device_, Room::outside, seed_);
+      got.emplace_back(operation, want.back(), device_, room, seed_);
     }
+    std::vector<cudaStream_t> streams(hosts_.size());
+    std::vector<cudaGraph_t> graphs(hosts_.size());
     hosts_.run([&](int r) {
-      cudaStream_t stream = nullptr;
-      cudaGraph_t graph = nullptr;
-      cudaStreamCreate(&stream);
-      cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed);
-      for (OnDevice& each : got) each.launch(r, *device_.endpoints[r], stream);
-      PYCOMM_CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "a capture ends");
-      for (int i = 0; i < times; ++i) cudaGraphLaunch(graph, stream);
-      cudaGraphDestroy(graph);
-      cudaStreamDestroy(stream);
+      cudaStreamCreate(&streams[r]);
+      cudaStreamBeginCapture(streams[r], cudaStreamCaptureModeRelaxed);
+      for (OnDevice& each : got) each.launch(r, *device_.endpoints[r], streams[r]);
+      PYCOMM_CHECK(cudaStreamEndCapture(streams[r], &graphs[r]) == cudaSuccess, "a capture ends");
+    });
+    meanwhile();
+    hosts_.run([&](int r) {
+      for (int i = 0; i < times; ++i) cudaGraphLaunch(graphs[r], streams[r]);
+      cudaGraphDestroy(graphs[r]);
+      cudaStreamDestroy(streams[r]);
     });
     for (std::size_t i = 0; i < operations.size(); ++i) {
       for (int time = 0; time < times; ++time) run_on_host(operations[i], hosts_, want[i]);
@@ -86,9 +93,10 @@ class Processes {
   unsigned seed_ = 0;
 };
 
-// Types and reductions take turns.
-void collectives(int n) {
+// Types and reductions take turns. `extended`: tensors lie in memory that was added to the heaps.
+void collectives(int n, bool extended) {
   Processes ranks(n);
+  if (extended) ranks.extend();
   unsigned turn = static_cast<unsigned>(n);
   for (const std::int64_t count : {0, 1, 3001, 20'011}) {
     for (const Room room : {Room::heap, Room::outside, Room::mixed}) {
@@ -109,8 +117,9 @@ constexpr DType kCompressible[] = {DType::f32, DType::f16, DType::bf16};
 
 // Sums of whole numbers are exact in any order; others have the same bits on all ranks. Tensors at the
 // same places are not staged.
-void multicasts(int n) {
+void multicasts(int n, bool extended) {
   Processes ranks(n);
+  if (extended) ranks.extend();
   unsigned turn = static_cast<unsigned>(n);
   for (const std::int64_t count : {0, 1, 3001, 300'007}) {
     for (const Room room : {Room::alike, Room::aligned, Room::heap, Room::outside, Room::mixed}) {
@@ -203,20 +212,40 @@ void replays(int n) {
   ranks.replay(operations, 80);
 }
 
+// Graphs that were captured before stay valid, and work beside operations that use what was added.
+void replays_beside_extensions() {
+  Processes ranks(3);
+  const Operation sum{
+      Collective::all_reduce, Algorithm::two_shot, DType::f32, ReduceOp::avg, 0, 5001};
+  for (int i = 0; i < 3; ++i) {
+    ranks.replay({sum}, 3, Room::heap, [&] {
+      ranks.extend();
+      ranks.compare(sum, Room::heap);
+    });
+  }
+}
+
 // Messages are fetched from other ranks' heaps, and from nowhere else.
 void copies_of_messages() {
   constexpr std::int64_t kBytes = 1000;
   MappedWorld world(2, kHeap);
   const auto mine = world.endpoints[0]->message_copies();
   const auto theirs = world.endpoints[1]->message_copies();
-  std::vector<std::byte> sent(kBytes), received(kBytes);
+  std::vector<std::byte> sent(kBytes);
   for (std::size_t i = 0; i < sent.size(); ++i) sent[i] = static_cast<std::byte>(i % 251);
-  const std::int64_t last = theirs->place_of(world.heap(1) + kHeap - kBytes, kBytes);
-  DeviceCopies::Mark mark = theirs->put(last, sent.data(), kBytes);
-  while (!theirs->passed(mark)) continue;
-  mark = mine->fetch(received.data(), 1, last, kBytes);
-  while (!mine->passed(mark)) continue;
-  must(mark == nullptr && received == sent, "the other rank's bytes must arrive");
+  std::int64_t last = 0;
+  for (int extended = 0; extended < 2; ++extended) {
+    if (extended) world.extend();
+    std::vector<std::byte> received(kBytes);
+    last = theirs->place_of(world.heap(1) + kHeap - kBytes, kBytes);
+    DeviceCopies::Mark mark = theirs->put(last, sent.data(), kBytes);
+    while (!theirs->passed(mark)) continue;
+    must(std::equal(sent.begin(), sent.end(), world.heap(1) + kHeap - kBytes), "it is put there");
+    mark = mine->fetch(received.data(), 1, last, kBytes);
+    while (!mine->passed(mark)) continue;
+    must(mark == nullptr && received == sent, "the other rank's bytes must arrive");
+  }
+  std::vector<std::byte> received(kBytes);
   must(theirs->place_of(sent.data(), kBytes) == kNotInWindow, "others cannot use private memory");
   const std::int64_t first = theirs->slots().begin;
   for (const std::int64_t place : {first - 1, last + 1, std::int64_t{-1}, kHeap << 20}) {
@@ -232,12 +261,13 @@ int main() {
   using namespace pycomm::test;
   std::vector<std::pair<const char*, std::function<void()>>> tests{{"every kernel", every_kernel}};
   for (int n = 1; n <= 8; ++n) {
-    tests.push_back({"collectives", [n] { collectives(n); }});
+    tests.push_back({"collectives", [n] { collectives(n, n == 3); }});
     tests.push_back({"codecs", [n] { codecs(n); }});
     if (n == 4 || n == 5) tests.push_back({"packets", [n] { packet_sizes(n); }});
-    if (n > 1 && n < 5) tests.push_back({"multicasts", [n] { multicasts(n); }});
+    if (n > 1 && n < 5) tests.push_back({"multicasts", [n] { multicasts(n, n == 3); }});
   }
   tests.push_back({"replays", [] { replays(2); }});
+  tests.push_back({"replays beside extensions", replays_beside_extensions});
   tests.push_back({"copies_of_messages", copies_of_messages});
   return run_all(tests);
 }

@@ -55,7 +55,7 @@ class DeviceRanks {
   static constexpr int kLanes = 2;
 
   explicit DeviceRanks(int n, std::int64_t staging_bytes)
-      : windows_(2 * static_cast<std::size_t>(n)), mailboxes_(n), buckets_(n), workspaces_(n) {
+      : windows_(static_cast<std::size_t>(n)), mailboxes_(n), buckets_(n), workspaces_(n) {
     launch_.layout = {n, kLanes, staging_bytes};
     launch_.timeout_ns = 60'000'000'000;
     launch_.lanes = kLanes;
@@ -72,8 +72,8 @@ class DeviceRanks {
     launch_.ranks[r] = {operation,
                         static_cast<std::byte*>(const_cast<void*>(in)),
                         static_cast<std::byte*>(out),
-                        kNotInWindow,
-                        kNotInWindow,
+                        nullptr,
+                        nullptr,
                         windows_[r],
                         windows_.data(),
                         &mailboxes_[r].mailbox,
@@ -104,7 +104,7 @@ class DeviceRanks {
   };
 
   std::vector<std::vector<Line>> memory_;
-  std::vector<std::byte*> windows_;  // and bases of locations, which are unused
+  std::vector<std::byte*> windows_;
   std::vector<RankMailbox> mailboxes_;
   std::vector<cuda::Bucket> buckets_;
   std::vector<std::vector<std::byte>> workspaces_;

@@ -26,8 +26,18 @@ class RaceWorld {
     }
     const std::uintptr_t multicast = device::make_multicast(windows);
     for (int r = 0; r < n; ++r) {
-      endpoints_.push_back(std::make_unique<cuda::Endpoint>(cuda::EndpointOptions{
-          r, r, n, lanes, staging, bytes, 60, windows, true, stage_always, kLine, 0, multicast}));
+      endpoints_.push_back(
+          std::make_unique<cuda::Endpoint>(cuda::EndpointOptions{r,
+                                                                 r,
+                                                                 n,
+                                                                 lanes,
+                                                                 staging,
+                                                                 60,
+                                                                 {bytes, windows, {}, multicast},
+                                                                 true,
+                                                                 stage_always,
+                                                                 kLine,
+                                                                 0}));
     }
   }
 

@@ -25,8 +25,17 @@ class DeviceWorld {
       windows.push_back((reinterpret_cast<std::uintptr_t>(memory_[r].data()) + 4095) / 4096 * 4096);
     }
     for (int r = 0; r < n; ++r) {
-      endpoints.push_back(std::make_shared<cuda::Endpoint>(cuda::EndpointOptions{
-          kDevice, r, n, kLanes, staging, bytes, timeout, windows, true, stage_always, kLine}));
+      endpoints.push_back(
+          std::make_shared<cuda::Endpoint>(cuda::EndpointOptions{kDevice,
+                                                                 r,
+                                                                 n,
+                                                                 kLanes,
+                                                                 staging,
+                                                                 timeout,
+                                                                 {bytes, windows, {}, 0},
+                                                                 true,
+                                                                 stage_always,
+                                                                 kLine}));
     }
     shared = std::make_shared<cuda::SharedLaunch>(endpoints);
   }
