@@ -127,7 +127,11 @@ class DataParallel(ModuleProxy):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
-        sharding = None if shard is None else _sharding_of(shard)
+        sharding = None
+        if shard is not None:
+            from pycomm._training.sharding import sharding_of
+
+            sharding = sharding_of(shard)
         parameters = common_parameters(module)
         for name, tensor in (*parameters, *common_buffers(module)):
             check_memory(f"module: {name}", tensor)
@@ -539,12 +543,6 @@ def _takes_weight(module: nn.Module) -> bool:
         return "weight" in inspect.signature(module.forward).parameters
     except (TypeError, ValueError):
         return False
-
-
-def _sharding_of(shard: object) -> Sharding:
-    from pycomm._training.sharding import sharding_of
-
-    return sharding_of(shard)
 
 
 def _check_state(state: object, module: nn.Module, given: Mapping[str, object]) -> None:

@@ -9,7 +9,8 @@
 namespace pycomm {
 
 // Called on any thread, mark() by several at a time and the others by one. Nothing waits unless it
-// says so. Places are offsets in a rank's window; if the ranks are threads, they are addresses.
+// says so. A place counts the bytes of a rank's window and of what was added to its heap; if the ranks
+// are threads, it is an address.
 class DeviceCopies {
  public:
   // Work of a device; null if there is none.

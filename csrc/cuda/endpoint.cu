@@ -87,7 +87,7 @@ struct Endpoint::Impl {
     (void)cudaSetDevice(options.device);
     (void)cudaDeviceSynchronize();
     order.reset();
-    regions.reset();
+    regions->free_tables();  // the engine of messages may still have the rest
     mailbox.reset();
     (void)cudaSetDevice(before);
   }

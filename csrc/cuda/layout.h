@@ -71,7 +71,7 @@ struct WindowLayout {
     return announcement(lane, 1, ranks) + (channel * ranks + from) * 4;
   }
   PYCOMM_HD constexpr std::int64_t state(int lane) const { return flag(lane, kChannels, 0); }
-  // The first lane's: the operation's packets, then the tensor's, of eight bytes for each four.
+  // The first lane's: the operation's packets, then the tensor's, eight bytes for each four bytes of data.
   PYCOMM_HD constexpr std::int64_t packets(std::uint32_t parity, int from) const {
     constexpr std::int64_t kArea =
         round_up(2 * (static_cast<std::int64_t>(sizeof(Operation)) + kPacketBytes), 128);

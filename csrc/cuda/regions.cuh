@@ -1,5 +1,5 @@
-// What of the ranks' memory others reach, and where: the windows, and what was added to their heaps. Host
-// code. Thread-safe: messages look here while the heap grows.
+// Which memory of each rank other ranks reach, and where: the windows, and what was added to their heaps.
+// Host code. Thread-safe: messages look here while the heap grows.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,9 +26,10 @@ class Regions {
   Regions(const EndpointOptions& options, std::int64_t heap_begin)
       : device_(options.device),
         rank_(static_cast<std::size_t>(options.rank)),
-        ranks_(static_cast<std::size_t>(options.ranks)) {
+        ranks_(static_cast<std::size_t>(options.ranks)),
+        one_address_space_(options.one_address_space) {
     Region window = options.window;
-    if (options.one_address_space) {
+    if (one_address_space_) {
       window.there.assign(ranks_, 0);
       anywhere_ = upload({std::vector<std::uintptr_t>(ranks_, 0), window.there});
     }
@@ -41,10 +42,18 @@ class Regions {
   void add(Region region, std::int64_t begin = 0) {
     PYCOMM_CHECK(region.here.size() == ranks_ && region.there.size() == ranks_,
                  "a region must have an address for every rank");
+    // If this fails on some ranks only, the places of later regions are the same on all ranks.
+    const std::int64_t first = std::exchange(bytes_, bytes_ + region.bytes);
     Table table = upload(region);
     const std::lock_guard lock(mutex_);
-    known_.push_back({std::move(region), bytes_, begin, std::move(table)});
-    bytes_ += known_.back().region.bytes;
+    known_.push_back({std::move(region), first, begin, std::move(table)});
+  }
+
+  // After the last kernel. Messages only need addresses.
+  void free_tables() {
+    const std::lock_guard lock(mutex_);
+    anywhere_.reset();
+    for (Known& known : known_) known.table.reset();
   }
 
   std::byte* window() const { return window_; }  // this rank's
@@ -52,7 +61,7 @@ class Regions {
 
   // Of the region that has this memory of this rank; null if others do not reach it.
   RegionTable table_of(const void* data, std::int64_t bytes) const {
-    if (anywhere_ != nullptr) return anywhere_.get();
+    if (one_address_space_) return anywhere_.get();
     const std::lock_guard lock(mutex_);
     const Known* const found = find(data, bytes);
     return found == nullptr ? nullptr : found->table.get();
@@ -60,7 +69,7 @@ class Regions {
 
   // Of memory of this rank; kNotInWindow if others do not reach it.
   std::int64_t place_of(const void* data, std::int64_t bytes) const {
-    if (anywhere_ != nullptr) return static_cast<std::int64_t>(number(data));
+    if (one_address_space_) return static_cast<std::int64_t>(number(data));
     const std::lock_guard lock(mutex_);
     const Known* const found = find(data, bytes);
     return found == nullptr ? kNotInWindow : found->first + offset_in(*found, data);
@@ -68,7 +77,7 @@ class Regions {
 
   // The address of a rank's memory here. Trusts no place.
   void* address_of(std::size_t rank, std::int64_t place, std::int64_t bytes) const {
-    if (anywhere_ != nullptr) return reinterpret_cast<void*>(place);
+    if (one_address_space_) return reinterpret_cast<void*>(place);
     const std::lock_guard lock(mutex_);
     for (const Known& known : known_) {
       const std::int64_t offset = place - known.first;
@@ -136,6 +145,7 @@ class Regions {
 
   const int device_;
   const std::size_t rank_, ranks_;
+  const bool one_address_space_;
   std::byte* window_;
   RegionTable windows_;
   Table anywhere_;  // of threads' tensors

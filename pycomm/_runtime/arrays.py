@@ -146,6 +146,13 @@ def _finish_on_stream(
         finish()
 
 
+def stream_of(handle: int, device: torch.device | int) -> torch.cuda.Stream:
+    """The stream with a handle; of 0, which is the default stream's, torch would make a new one."""
+    if handle == 0:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
 def _on_stream_of(arrays: Sequence[Any], tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Makes the arrays' stream torch's current one.
@@ -163,7 +170,7 @@ def _on_stream_of(arrays: Sequence[Any], tensors: Iterable[torch.Tensor]) -> Ite
         yield
         return
     captured = torch.cuda.is_current_stream_capturing()  # by torch, which then knows
-    stream = torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
+    stream = stream_of(handle, device)
     shared = any(tensor.is_cuda for tensor in tensors)
     if shared:
         stream.wait_stream(current)

@@ -14,7 +14,7 @@ import torch
 from pycomm import _C
 from pycomm._inputs import CODECS, operation_of
 from pycomm._runtime import host
-from pycomm._runtime.arrays import check_not_captured
+from pycomm._runtime.arrays import check_not_captured, stream_of
 from pycomm._runtime.log import cuda_made, fallback
 from pycomm._runtime.topology import device_id
 from pycomm._runtime.torch_private import (
@@ -296,7 +296,9 @@ class CudaHeap:
         free, _ = torch.cuda.mem_get_info(self._device)
         crowd = devices.count(devices[group.rank])
         if nbytes > (most := min(_gather(group, free // (2 * crowd)))):
-            return f"models need {nbytes} bytes, half of a GPU's free memory has {most}"
+            return (
+                f"models need {nbytes} bytes, half of a GPU's free memory is {most} for each rank"
+            )
         made, why = _symmetric_memory(group, self._device, devices, self._process_group, nbytes)
         if made is None:
             return why
@@ -361,11 +363,13 @@ class HeapWishes:
     """
 
     _every: ClassVar[weakref.WeakSet[HeapWishes]] = weakref.WeakSet()
+    _lock = threading.Lock()
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._wishes: dict[Any, int] = {}  # bytes, by group
-        self._every.add(self)
+        with self._lock:
+            self._every.add(self)
 
     def add(self, group: Member, nbytes: int) -> None:
         """Wishes for more memory in a group's window."""
@@ -378,7 +382,9 @@ class HeapWishes:
     @classmethod
     def total(cls, group: Member) -> int:
         """What all models of this rank will still need in a group's window."""
-        return sum(wishes.of(group) for wishes in cls._every)
+        with cls._lock:  # ranks may be threads
+            every = list(cls._every)
+        return sum(wishes.of(group) for wishes in every)
 
     def fulfil(self, needed: bool = True) -> None:
         """Makes room, before the model takes its memory; a collective call of the groups' ranks.
@@ -427,7 +433,7 @@ def follow(device: int, handle: int) -> None:
     """Makes the current stream of a device wait for another one, unless that is the current one."""
     current = torch.cuda.current_stream(device)
     if current.cuda_stream != handle:
-        current.wait_stream(torch.cuda.ExternalStream(handle, device=device))  # type: ignore[no-untyped-call]
+        current.wait_stream(stream_of(handle, device))
 
 
 class ExchangeStream:
@@ -774,7 +780,6 @@ def join_processes(
     if symmetric is not None:
         transport = "peer memory"
         window, memory, handle = symmetric
-        keep = (memory, handle)
         if crowd > 1:
             fallback(group, "%d processes share %s: their kernels take turns", crowd, device)
     else:
@@ -800,6 +805,7 @@ def join_processes(
     if symmetric is not None:
         begin = _C.cuda_heap_begin(group.size, lanes, staging) + MESSAGE_BYTES
         heap = CudaHeap(memory[begin:], handle, endpoint, group._core, process_group)
+        keep = heap.parts  # also of later ones
     endpoint.serve_messages(group._core)
     _barrier(group)  # every window is zero, and every rank takes messages from devices
     return CudaSide(group, device, devices, transport, endpoint, None, lanes, heap, keep)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm import _C
+from pycomm._runtime.arrays import stream_of
 from pycomm._runtime.torch_private import when_out_of_memory
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _cupy_pool(heap: CudaHeap | None, device: torch.device) -> Any:
 def _captures(cupy: Any, index: int) -> bool:
     """True if CuPy's current stream is captured, so that nothing may wait for the device."""
     handle = cupy.cuda.get_current_stream(index).ptr
-    with torch.cuda.stream(torch.cuda.ExternalStream(handle, device=index)):  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream_of(handle, index)):
         return torch.cuda.is_current_stream_capturing()
 
 

@@ -44,13 +44,18 @@ class Piece:
         self.gradients = gradients
         self.parameters: torch.Tensor | None = None
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # gradients here, by address
+        self._apart: dict[tuple[int, torch.Size], torch.Tensor] = {}  # places as storages
 
     def give(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Makes the values in `view` the parameter's gradient."""
-        # Of its own: module.to() changes a gradient's data, share_memory_() frees its storage.
-        gradient = view.data if self.parameters is None else with_own_storage(view)
-        parameter.grad = gradient
-        self._given[view.data_ptr()] = weakref.ref(gradient)
+        address = view.data_ptr()
+        if self.parameters is not None:  # share_memory_() frees a gradient's storage
+            place = address, view.shape
+            if (kept := self._apart.get(place)) is None or kept.data_ptr() != address:
+                kept = self._apart[place] = with_own_storage(view)
+            view = kept
+        parameter.grad = gradient = view.data  # of its own, because module.to() changes it
+        self._given[address] = weakref.ref(gradient)
 
     def put(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Moves a gradient to `view`. A missing one counts as zeros, and ``grad`` stays None."""

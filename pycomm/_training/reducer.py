@@ -75,9 +75,6 @@ def leads_to(node: Node, parameters: Container[int]) -> bool:
     return False
 
 
-# The wrapper's exchange of gradients, while backward computes them.
-
-
 def _keep_promise(
     exchange: weakref.ref[Reducer], handshake: BackwardHandshake, over: weakref.ref[Group]
 ) -> None:

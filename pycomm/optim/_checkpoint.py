@@ -464,6 +464,10 @@ class TensorPart(torch.Tensor):
         raise ValueError(f"{index.fqn}: no chunk of this rank begins at {index.offset}")
 
 
+def _order_of(part: Part) -> tuple[int, ...]:
+    return tuple(sorted(range(len(part.strides)), key=lambda dim: -part.strides[dim]))
+
+
 def _in_parts(part: Part, param: torch.Tensor, state: Mapping[str, Any]) -> State:
     """A sharded parameter's state with this rank's part as a :class:`TensorPart`."""
     if part.in_pieces:  # on all ranks
@@ -472,7 +476,7 @@ def _in_parts(part: Part, param: torch.Tensor, state: Mapping[str, Any]) -> Stat
             "moved yet"
         )
     made: State = {}
-    order = tuple(sorted(range(param.dim()), key=lambda dim: -part.strides[dim]))
+    order = _order_of(part)
     for name, tensor in state.items():
         if name == "step" or name not in OWN:
             made[name] = tensor
@@ -566,10 +570,14 @@ class AdoptedParts(Adopted):
                 continue
             unit = BLOCK if name.endswith(_storage.SCALE) else 1
             begin, count = part.first // unit, -(-part.own.numel() // unit)
-            if not isinstance(value, TensorPart) or (value.begin, len(value.own)) != (begin, count):
+            order = _order_of(part) if unit == 1 else (0,)
+            if not isinstance(value, TensorPart) or (value.begin, len(value.own), value.order) != (
+                begin, count, order,
+            ):  # fmt: skip
                 raise ValueError(
-                    f"{name} must have its elements {begin} to {begin + count}, got {value!r}: "
-                    "load the checkpoint into sharded_state_dict() of this optimizer"
+                    f"{name} must have its elements {begin} to {begin + count}, with dimensions in "
+                    f"the order {order}, got {value!r}: after a step, load the checkpoint into "
+                    "sharded_state_dict() of this optimizer"
                 )
             self._state[name] = value
 

@@ -531,8 +531,9 @@ def host_rate(rule: int, kinds: int, count: int, _threads: int) -> float:
     for word, tensor in memory.items():
         words[word] = tensor.data_ptr()
     settings = _C.OptimizerSettings(
-        rule, lr=1e-3, beta1=0.9, beta2=0.99, momentum=0.9, amsgrad=_storage(words, 5) != 0
-    )
+        rule, lr=1e-3, beta1=0.9, beta2=0.99, momentum=0.9 if _storage(words, 3) else 0.0,
+        amsgrad=_storage(words, 5) != 0,
+    )  # fmt: skip
     seconds = []
     for _ in range(3):
         begin = time.perf_counter()

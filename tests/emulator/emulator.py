@@ -68,6 +68,8 @@ class ExternalStream(Stream):
 
     def __new__(cls, stream_ptr: int, device: Any = None, **_: Any) -> ExternalStream:
         of = _device(device)
+        if stream_ptr == 0:  # as torch does
+            return super().__new__(cls, of)
         return super().__new__(cls, stream_id=stream_ptr, device_index=of.index, device_type=1)
 
 
@@ -120,6 +122,10 @@ def current_stream(of: Any = None) -> Stream:
         device_index=found.device_index,
         device_type=found.device_type,
     )
+
+
+def default_stream(of: Any = None) -> Stream:
+    return Stream(stream_id=0, device_index=_device(of).index, device_type=1)
 
 
 def get_device_properties(of: Any = None) -> Any:
@@ -236,6 +242,7 @@ REPLACED = {
     "can_device_access_peer": lambda *_: True,
     "current_device": current_device,
     "current_stream": current_stream,
+    "default_stream": default_stream,
     "cudart": Runtime,
     "empty_cache": lambda: None,
     "device_count": lambda: len(_visible()),

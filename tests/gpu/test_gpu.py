@@ -391,12 +391,13 @@ def freed_at_once(group: pycomm.Group) -> list[float]:
     return kept.unique().tolist()
 
 
-def waited_for_elsewhere(group: pycomm.Group) -> list[float]:
-    """One stream runs the operations, and another one waits for each and reads its result."""
+def waited_for_elsewhere(group: pycomm.Group, on_side: bool) -> list[float]:
+    """A stream runs the operations, and another one waits for each and reads its result."""
     x, strided = torch.ones(4099, device="cuda"), torch.ones(4, 2, device="cuda")
     lists = [torch.empty_like(x) for _ in range(group.size)]
     here = torch.cuda.current_stream()
-    runs, reads = torch.cuda.Stream(), torch.cuda.Stream()
+    runs = torch.cuda.Stream() if on_side else torch.cuda.default_stream()
+    reads = torch.cuda.Stream()
     runs.wait_stream(here)
     calls: list[Callable[[], pycomm.Work]] = [
         functools.partial(pycomm.all_reduce, x),
@@ -419,9 +420,10 @@ def waited_for_elsewhere(group: pycomm.Group) -> list[float]:
 def test_memory_that_streams_share() -> None:
     """The emulated device ends a process whose streams use memory without an order."""
     assert gpu_ranks.run(2, gpu_ranks.PEER, freed_at_once) == [[2], [2]]
-    first, second = gpu_ranks.run(2, gpu_ranks.PEER, waited_for_elsewhere)
-    assert first == [2 * 4099 + 8, 2 * 4099 + 12, 2 * 4099 + 12, 2 * 4099 + 12]
-    assert second[2:] == [4 * 4099 + 12, 4 * 4099 + 12]
+    for on_side in (True, False):
+        first, second = gpu_ranks.run(2, gpu_ranks.PEER, waited_for_elsewhere, on_side)
+        assert first == [2 * 4099 + 8, 2 * 4099 + 12, 2 * 4099 + 12, 2 * 4099 + 12]
+        assert second[2:] == [4 * 4099 + 12, 4 * 4099 + 12]
 
 
 def count_meetings(group: pycomm.Group) -> tuple[int, float]:

@@ -264,7 +264,7 @@ def test_strided_arrays_are_refused_in_graphs_of_cupy(cupy: Any) -> None:
             pycomm.all_reduce(x, group=group)  # connects
             with (
                 captured(cupy),
-                torch.cuda.stream(torch.cuda.ExternalStream(0)),
+                torch.cuda.stream(torch.cuda.default_stream()),
                 pytest.raises(RuntimeError, match="does not know of another library's graph"),
             ):
                 pycomm.all_reduce(x, group=group)
@@ -276,7 +276,7 @@ def test_codecs_refuse_graphs_of_cupy(cupy: Any) -> None:
     x = cupy.full(COUNT, 1.0)
     with (
         captured(cupy),
-        torch.cuda.stream(torch.cuda.ExternalStream(0)),
+        torch.cuda.stream(torch.cuda.default_stream()),
         pytest.raises(RuntimeError, match="does not know of another library's graph"),
     ):
         pycomm.Int8().encode(x)

@@ -243,8 +243,16 @@ def test_the_way_is_chosen_again_for_other_forms(monkeypatch: pytest.MonkeyPatch
     assert ways == [(False, {False})] * 2 + [(True, {True})] * 2
 
 
-def test_rates_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("adamw", {"amsgrad": True}, dtype=BF16, master="remainder", states="8bit")
+@pytest.mark.parametrize(
+    ("case", "measured"),
+    [
+        # Of small parameters, moments are in fp32.
+        (Case("adamw", {"amsgrad": True}, dtype=BF16, master="remainder", states="8bit"), 3),
+        (Case("sgd", {"momentum": 0.0}), 2),
+    ],
+    ids=str,
+)
+def test_rates_are_measured(case: Case, measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _, offloaded = pair(case)
     rates = []
     for name in ("link_rate", "host_rate"):
@@ -254,7 +262,7 @@ def test_rates_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     monkeypatch.setattr(_offload, "is_faster_on_host", IS_FASTER)
     take_step(0, case, offloaded)
-    assert len(rates) == 3  # of small parameters, moments are in fp32
+    assert len(rates) == measured
     assert all(1e3 < rate < 1e15 for rate in rates)
 
 

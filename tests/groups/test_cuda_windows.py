@@ -230,7 +230,7 @@ def test_heaps_grow_on_all_ranks_or_on_none():
         "no_memory": "no memory",
         "no_rendezvous": "no rendezvous",
         "no_extension": "no table",
-        "full": "half of a GPU's free memory has 0",
+        "full": "half of a GPU's free memory is 0",
         "captures": "",
     }
     given = [(fault, rank) for fault in faults for rank in range(2)]

@@ -39,7 +39,7 @@ class Stream:
 def get_current_stream(device_id: int = -1) -> Stream:
     """CuPy's current stream; the default stream at first."""
     number = torch.cuda.current_device() if device_id < 0 else device_id
-    default = torch.cuda.ExternalStream(0, device=number)
+    default = torch.cuda.default_stream(number)
     return Stream(_current.get(number, default))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
@@ -152,6 +153,25 @@ def test_sharded_states_follow_their_elements_into_another_wrapper(world, shard)
         *(world(2).run(trained, each) for each in (None, shard)), strict=True
     ):
         assert all(map(torch.equal, plain, divided))
+
+
+def test_parts_of_another_memory_format_are_refused(world):
+    """Before a step, parts still have the old one."""
+
+    def body(group):
+        module = copy.deepcopy(CONVOLUTION)
+        optimizer = optim.FusedAdamW(module.parameters())
+        model = pycomm.DataParallel(module, group=group, shard="optimizer")
+        step_of(group, model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        module.to(memory_format=FORMATS[1])
+        model = pycomm.DataParallel(module, group=group, shard="optimizer")
+        parts = optimizer.sharded_state_dict(model)
+        with pytest.raises(ValueError, match="in the order"):
+            set_optimizer_state_dict(model, optimizer, parts)
+
+    world(2).run(body)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -57,7 +57,7 @@ class DeviceHeap {
     return look_twice([&] { return take_free(bytes); });
   }
 
-  // True if take() would find room. Waits for the device as take() does.
+  // True if a free range has so many bytes. Waits for the device as take() does.
   bool has_room(std::int64_t bytes) {
     return look_twice([&] { return !closed_ && largest() >= bytes; });
   }
@@ -86,6 +86,7 @@ class DeviceHeap {
   }
 
   bool contains(std::uintptr_t address) const {
+    if (forks_ != current_forks()) return false;  // as in release()
     const std::lock_guard lock(mutex_);
     return std::any_of(parts_.begin(), parts_.end(), [&](const Part& part) {
       return address - part.begin < static_cast<std::uintptr_t>(part.bytes);

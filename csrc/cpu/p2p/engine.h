@@ -87,6 +87,7 @@ class Engine {
   void wait(Request& request, void (*interrupt)());
   bool wait(Request& request, Clock::duration patience);
   void check_not_forked() const;
+  void rethrow(Request& request);
   void finish(Request& request, void (*interrupt)());
   bool await(Request& request, Clock::time_point until, void (*interrupt)());
   // Drives all operations until over() or `until`.

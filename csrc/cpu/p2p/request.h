@@ -88,6 +88,7 @@ struct Request {
   std::size_t place = 0;  // among the pending requests
   void rethrow();
   std::exception_ptr error = nullptr;
+  bool ended_alone = false;  // the group has not failed
   std::shared_ptr<std::atomic<bool>> told = nullptr;
   std::atomic<bool> done = false;
 };

@@ -53,14 +53,31 @@ void Engine::check_not_forked() const {
 bool Engine::wait(Request& request, Clock::duration patience) {
   check_not_forked();
   if (!request.completed() && !await(request, Clock::now() + patience, nullptr)) return false;
-  request.rethrow();
+  rethrow(request);
   return true;
 }
 
 void Engine::wait(Request& request, void (*interrupt)()) {
   check_not_forked();
   finish(request, interrupt);
-  request.rethrow();
+  rethrow(request);
+}
+
+// Throws what a request has ended with. If it has ended alone, the group fails now: a rank that waits for
+// it has missed something that it needs.
+void Engine::rethrow(Request& request) {
+  try {
+    request.rethrow();
+  } catch (const CollectiveError& error) {
+    Lock lock(mutex_);
+    guarded(lock, [&] {
+      if (!std::exchange(request.ended_alone, false) || ended_) return false;
+      abort(abort_word(error.reason, error.rank), {});
+      failed_(error);
+      throw Stopped();
+    });
+    throw;
+  }
 }
 
 // Waits until a request has completed or failed. Throws only what `interrupt` throws.
@@ -274,15 +291,18 @@ void Engine::check_gone(int rank, bool died) {
   if (needs(rank, died)) stop_with(abort_word(Reason::peer_died, rank), {});
 }
 
-// A rank that has left in order owes the group nothing. So receives from it that nobody waits for end
-// alone, and the group goes on.
+// A rank that has left in order owes the group nothing. So receives from it that nobody waits for, except
+// close(), end alone, and the group goes on.
 void Engine::end_receives_from(int rank) {
+  if (!needs(rank, false)) return;
   const auto pending = node_.requests.pending();
   for (const RequestPtr& request : pending) {
-    const bool is_waited_for = request->waiters > 0 || request->always_timed;
+    const bool is_waited_for = (request->waiters > 0 && !ended_) || request->always_timed;
     if (request->peer != rank || is_waited_for || !matcher_.forget(request)) continue;
-    const std::uint64_t word = abort_word(Reason::peer_died, rank);
-    request->error = std::make_exception_ptr(failure_of(word, *request, {}));
+    CollectiveError error = failure_of(abort_word(Reason::peer_died, rank), *request, {});
+    error.group = node_.comm.report();
+    request->error = std::make_exception_ptr(error);
+    request->ended_alone = true;
     node_.requests.complete(request);
   }
 }

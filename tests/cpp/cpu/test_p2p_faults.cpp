@@ -128,20 +128,23 @@ void notices_who_leaves() {
   });
 }
 
+// The group fails once somebody waits for it.
 void a_receive_that_nobody_waits_for_ends_alone() {
   World world(3);
   world.run([&](int r) {
     if (r == 1) return world[1].close();
     if (r == 2) {
-      send(world[2], content(2, 1, 100), 0);
       must(recv(world[2], 100, 0) == content(0, 1, 100), "the group goes on");
+      send(world[2], content(2, 1, 100), 0);
+      const CollectiveError error = error_of([&] { recv(world[2], 100, 0); });
+      must(error.reason == Reason::peer_died && error.rank == 1, error.what());
       return;
     }
     Bytes data(8);
     const RequestPtr request = irecv(world[0], data, 1);
     while (!request->completed()) std::this_thread::yield();
-    must(recv(world[0], 100, 2) == content(2, 1, 100), "the group goes on");
     send(world[0], content(0, 1, 100), 2);
+    must(recv(world[0], 100, 2) == content(2, 1, 100), "the group goes on");
     const CollectiveError error = error_of([&] { request->wait(); });
     must(error.reason == Reason::peer_died && error.rank == 1, error.what());
   });

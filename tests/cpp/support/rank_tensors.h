@@ -179,6 +179,9 @@ class OnDevice {
   }
 
   Bytes result(int r) const { return y_[static_cast<std::size_t>(r)].bytes(); }
+  bool has_result(int r, const Bytes& wanted) const {
+    return y_[static_cast<std::size_t>(r)] == wanted;
+  }
 
   // Fails unless rank r has these tensors.
   void expect(int r, const Tensors& want, const std::string& when) const {
