@@ -805,7 +805,7 @@ def join_processes(
     if symmetric is not None:
         begin = _C.cuda_heap_begin(group.size, lanes, staging) + MESSAGE_BYTES
         heap = CudaHeap(memory[begin:], handle, endpoint, group._core, process_group)
-        keep = heap.parts  # also of later ones
+        keep = (memory, handle, heap.parts)  # to which later ones are added
     endpoint.serve_messages(group._core)
     _barrier(group)  # every window is zero, and every rank takes messages from devices
     return CudaSide(group, device, devices, transport, endpoint, None, lanes, heap, keep)
