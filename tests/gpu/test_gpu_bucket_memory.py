@@ -34,7 +34,7 @@ NO_ROOM = "no memory for DistributedDataParallel's buckets, exchanges copy them:
 def staging(group: pycomm.Group) -> torch.Tensor:
     """This rank's staging area, through which other ranks read what they cannot read in place."""
     side: Any = group._cuda
-    window, _ = side._keep
+    window, *_ = side._keep
     return window[LANES : window.numel() - heap_bytes(group) - MESSAGE_BYTES]
 
 
