@@ -97,7 +97,7 @@ struct Endpoint::Impl {
     return first[number];
   }
 
-  // Of a tensor that other ranks may use in place; otherwise null.
+  // The region of a tensor that other ranks may use in place, or null.
   RegionTable region_of(const void* data, std::int64_t bytes) const {
     return options.stage_always ? nullptr : regions->table_of(data, bytes);
   }

@@ -132,7 +132,7 @@ class PacketComm : BlockComm<T, Reducer> {
       visit(shared_word<std::uint64_t>(first + item_ * kWords + w), w);
     }
   }
-  // Of all other ranks, from the next one on.
+  // Calls visit(r) for all other ranks, from the next one on.
   template <class Visit>
   __device__ void each_other(Visit visit) const {
     for (int r = after(rank()); r != rank(); r = after(r)) visit(r);
@@ -166,7 +166,7 @@ class PacketComm : BlockComm<T, Reducer> {
     return same || patient_;  // who is patient has compared announcements
   }
 
-  // Those of kAtOnce ranks. The loads do not wait for each other.
+  // Loads the words of kAtOnce ranks. The loads do not wait for each other.
   __device__ bool load(int first, Words (&words)[kAtOnce]) const {
     for (int spin = 0; spin < kSpins; ++spin) {
       std::uint64_t found[kAtOnce][kWords];

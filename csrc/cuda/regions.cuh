@@ -59,7 +59,7 @@ class Regions {
   std::byte* window() const { return window_; }  // this rank's
   RegionTable windows() const { return windows_; }
 
-  // Of the region that has this memory of this rank; null if others do not reach it.
+  // The table of the region that has this memory of this rank, or null if others do not reach it.
   RegionTable table_of(const void* data, std::int64_t bytes) const {
     if (one_address_space_) return anywhere_.get();
     const std::lock_guard lock(mutex_);
@@ -67,7 +67,7 @@ class Regions {
     return found == nullptr ? nullptr : found->table.get();
   }
 
-  // Of memory of this rank; kNotInWindow if others do not reach it.
+  // The place of this rank's memory, or kNotInWindow if others do not reach it.
   std::int64_t place_of(const void* data, std::int64_t bytes) const {
     if (one_address_space_) return static_cast<std::int64_t>(number(data));
     const std::lock_guard lock(mutex_);

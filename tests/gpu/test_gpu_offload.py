@@ -246,7 +246,7 @@ def test_the_way_is_chosen_again_for_other_forms(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("case", "measured"),
     [
-        # Of small parameters, moments are in fp32.
+        # Moments of small parameters are in fp32.
         (Case("adamw", {"amsgrad": True}, dtype=BF16, master="remainder", states="8bit"), 3),
         (Case("sgd", {"momentum": 0.0}), 2),
     ],

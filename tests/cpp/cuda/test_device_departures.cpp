@@ -53,7 +53,7 @@ bool has_failed(const cuda::Endpoint& endpoint, const Operation& operation, Reas
   return reason == Reason::aborted ? failure.reason == reason : expected;
 }
 
-// Of every kind, of so many floats, and one in packets.
+// An operation of every kind, on `count` floats, and one in packets.
 std::vector<Operation> operations(std::int64_t count) {
   std::vector<Operation> made = all_operations(count);
   made.push_back(packets(300));

@@ -39,7 +39,7 @@ Operation plain(Collective collective, Algorithm algorithm, std::int64_t count, 
   return operation;
 }
 
-// Of a tile, and of as many packets as the few threads can take.
+// Elements of less than a tile, and of as many packets as the few threads can take.
 constexpr std::int64_t kSmall = 3'000, kPackets = 54;
 
 // More tiles than there are slots, in a staging area of two halves.
